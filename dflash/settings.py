@@ -1,0 +1,279 @@
+"""Everything a training job can be told, as plain dataclasses that check themselves.
+
+A job is one JSON file with the sections below. `JobSettings.from_dict` refuses unknown keys and wrong types;
+`JobSettings.check` refuses values that cannot work together. Both raise SettingError, whose text is one
+sentence naming the setting, its value and what is allowed. No torch here: a harness validates a matrix of
+runs with this module before it starts any.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+COMPILE_STRATEGIES = (
+    "locked",
+    "whole",
+    "unlocked",
+    "firstlock",
+    "suppressed",
+    "forced",
+    "patched",
+    "triton",
+    "eager",
+)
+
+
+class SettingError(ValueError):
+    """A setting that cannot work, told in one sentence."""
+
+    def __init__(self, setting: str, value: object, allowed: str) -> None:
+        super().__init__(f"{setting}={value}: {allowed}")
+        self.setting, self.value, self.allowed = setting, value, allowed
+
+
+@dataclass(kw_only=True)
+class Data:
+    """Chat data and how it becomes rows."""
+
+    path: str = ""  # chat JSONL: one conversation a line, {"messages": [{"role", "content"}, ...]}
+    row_tokens: int = 256  # length of a packed row, the context of one drafter call
+    too_long: str = "skip"  # a conversation longer than a row: skip | cut | error
+    bad_rows: str = "error"  # broken JSON, unknown role, no assistant turn: error | skip (counted)
+
+    def check(self) -> None:
+        _between("data.row_tokens", self.row_tokens, 16, 1 << 20)
+        _among("data.too_long", self.too_long, ("skip", "cut", "error"))
+        _among("data.bad_rows", self.bad_rows, ("error", "skip"))
+
+
+@dataclass(kw_only=True)
+class Target:
+    """The frozen target model."""
+
+    model: str = ""  # a Hugging Face model folder, or the name of a model that a package carries
+    models_dir: str = "models"  # where packaged models are unpacked, once
+    taps: list[int] | None = None  # decoder layers whose output is tapped, 0-based; None: z-lab's spread
+    dtype: str = "auto"  # auto: float32 on CPU, bfloat16 on GPU
+    trust_remote_code: bool = False
+
+    def check(self) -> None:
+        if not self.model:
+            raise SettingError("target.model", "''", "must be a model folder or the name of a packaged model")
+        _among("target.dtype", self.dtype, ("auto", "float32", "bfloat16"))
+        if self.taps is not None and (not self.taps or sorted(set(self.taps)) != self.taps or self.taps[0] < 0):
+            raise SettingError("target.taps", self.taps, "must be rising 0-based layer numbers, each once")
+
+
+@dataclass(kw_only=True)
+class Drafter:
+    """Geometry of the drafter. None: taken from the target."""
+
+    layers: int = 2
+    block: int = 8  # slots a block, the anchor's included
+    anchors: int = 32  # blocks a packed row; a row with fewer eligible anchors is padded with empty blocks
+    hidden: int | None = None  # must equal the target's: embedding and head are shared
+    intermediate: int | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    mask_token: int | None = None  # id of the mask token in the target's embedding; None: see docs/TRAINER.md
+    window: int | None = None  # sliding window over the context, in tokens; None: all of the document
+
+    def check(self) -> None:
+        _between("drafter.layers", self.layers, 1, 64)
+        _between("drafter.block", self.block, 2, 64)
+        _between("drafter.anchors", self.anchors, 1, 65536)
+        for name in ("hidden", "intermediate", "heads", "kv_heads", "head_dim", "window"):
+            if getattr(self, name) is not None:
+                _between(f"drafter.{name}", getattr(self, name), 1, 1 << 20)
+        if self.heads and self.kv_heads and self.heads % self.kv_heads:
+            raise SettingError("drafter.heads", self.heads, f"must be a multiple of drafter.kv_heads={self.kv_heads}")
+        if self.head_dim and self.head_dim % 2:
+            raise SettingError("drafter.head_dim", self.head_dim, "must be even, rotary embedding turns pairs")
+
+
+@dataclass(kw_only=True)
+class Loss:
+    """Cross-entropy with the paper's decay over slots (Eq. 4)."""
+
+    gamma: float | None = None  # weight exp(-(k-1)/gamma); None: 4 for block 8, 5 for 10, 7 for 16, else 7/16 block
+    chunk: int = 1024  # supervised slots a head matrix product, bounds the logits held at once
+
+    def check(self) -> None:
+        if self.gamma is not None and not self.gamma > 0:
+            raise SettingError("loss.gamma", self.gamma, "must be greater than 0")
+        _between("loss.chunk", self.chunk, 1, 1 << 20)
+
+
+@dataclass(kw_only=True)
+class Optim:
+    """AdamW with warm-up and a cosine; defaults from the paper, A.1."""
+
+    lr: float = 6e-4
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    weight_decay: float = 0.0
+    clip: float = 1.0  # global norm of the averaged gradient
+    warmup: float = 0.04  # share of the steps
+    min_lr: float = 0.0  # as a share of lr
+    schedule: str = "cosine"
+
+    def check(self) -> None:
+        if not 0 < self.lr < 10:
+            raise SettingError("optim.lr", self.lr, "must be between 0 and 10")
+        if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):
+            raise SettingError("optim.betas", self.betas, "must be two numbers from 0 to below 1")
+        if self.weight_decay < 0:
+            raise SettingError("optim.weight_decay", self.weight_decay, "must be 0 or more")
+        if not self.clip > 0:
+            raise SettingError("optim.clip", self.clip, "must be greater than 0")
+        for name in ("warmup", "min_lr"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise SettingError(f"optim.{name}", getattr(self, name), "must be from 0 to 1")
+        _among("optim.schedule", self.schedule, ("cosine", "constant"))
+
+
+@dataclass(kw_only=True)
+class Train:
+    """The loop."""
+
+    steps: int = 60
+    rows: int = 1  # packed rows a drafter takes each step
+    steady_after: int = 3  # steps before the measured window opens
+    queue_mib: float = 64.0  # bound on features waiting for one drafter
+    log_every: int = 1
+    cpu_threads: int = 0  # intra-op threads of each worker on CPU; 0: the machine's cores over the workers
+    save: bool = True  # write the trained drafter at the end
+
+    def check(self) -> None:
+        _between("train.steps", self.steps, 1, 1 << 40)
+        _between("train.rows", self.rows, 1, 4096)
+        _between("train.log_every", self.log_every, 1, 1 << 30)
+        _between("train.cpu_threads", self.cpu_threads, 0, 4096)
+        if not 0 <= self.steady_after < self.steps:
+            raise SettingError(
+                "train.steady_after", self.steady_after, f"must be from 0 to below train.steps={self.steps}"
+            )
+        if not self.queue_mib > 0:
+            raise SettingError("train.queue_mib", self.queue_mib, "must be greater than 0")
+
+
+@dataclass(kw_only=True)
+class Split:
+    """How many devices run targets and how many run drafters; written `5t3d`."""
+
+    targets: int
+    drafters: int
+
+    @classmethod
+    def parse(cls, text: str) -> Split:
+        """Read `<targets>t<drafters>d`; raises SettingError."""
+        match = re.fullmatch(r"(\d+)t(\d+)d", str(text))
+        if not match or "0" in match.groups():
+            raise SettingError("split", text, "must be <targets>t<drafters>d with at least one of each, such as 5t3d")
+        return cls(targets=int(match[1]), drafters=int(match[2]))
+
+    def __str__(self) -> str:
+        return f"{self.targets}t{self.drafters}d"
+
+
+@dataclass(kw_only=True)
+class JobSettings:
+    """One training job. `compile`, `split` and `isolation` are the factors a sweep varies."""
+
+    data: Data
+    target: Target
+    drafter: Drafter = field(default_factory=Drafter)
+    loss: Loss = field(default_factory=Loss)
+    optim: Optim = field(default_factory=Optim)
+    train: Train = field(default_factory=Train)
+    compile: str = "locked"
+    split: str = "1t1d"
+    isolation: str = "threads"
+    device: str = "auto"  # auto | cpu | cuda
+    seed: int = 0
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> JobSettings:
+        """Build from nested plain values; raises SettingError on an unknown key, a missing section, a wrong type."""
+        return typing.cast("JobSettings", _build(cls, values, ""))
+
+    @classmethod
+    def from_file(cls, path: Path | str) -> JobSettings:
+        """Read a spec file; raises SettingError when it is no JSON object or does not check."""
+        try:
+            values = json.loads(Path(path).read_text())
+        except (OSError, ValueError) as error:
+            raise SettingError("spec", path, f"must be a readable JSON file ({error})") from None
+        if not isinstance(values, dict):
+            raise SettingError("spec", path, "must hold one JSON object")
+        settings = cls.from_dict(values)
+        settings.check()
+        return settings
+
+    def check(self) -> None:
+        """Raise SettingError on values that cannot work, alone or together."""
+        for section in (self.data, self.target, self.drafter, self.loss, self.optim, self.train):
+            section.check()
+        _among("compile", self.compile, COMPILE_STRATEGIES)
+        _among("isolation", self.isolation, ("threads", "processes"))
+        _among("device", self.device, ("auto", "cpu", "cuda"))
+        Split.parse(self.split)
+        if self.drafter.block > self.data.row_tokens:
+            raise SettingError(
+                "drafter.block", self.drafter.block, f"must not exceed data.row_tokens={self.data.row_tokens}"
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def _build(cls: type, values: Any, where: str) -> Any:
+    if not isinstance(values, dict):
+        raise SettingError(where.rstrip(".") or "spec", values, "must be a section with settings")
+    hints = typing.get_type_hints(cls)
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    for key in values:
+        if key not in fields:
+            raise SettingError(f"{where}{key}", values[key], f"unknown setting; known here: {', '.join(fields)}")
+    built = {}
+    for name, f in fields.items():
+        if name in values:
+            built[name] = _value(hints[name], values[name], where + name)
+        elif f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
+            raise SettingError(where + name, "missing", "this setting is required")
+    return cls(**built)
+
+
+def _value(hint: Any, value: Any, where: str) -> Any:
+    if dataclasses.is_dataclass(hint):
+        return _build(typing.cast(type, hint), value, where + ".")
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    for option in options:
+        if option is types.NoneType and value is None:
+            return None
+        if typing.get_origin(option) is list and isinstance(value, list):
+            (item,) = typing.get_args(option)
+            return [_value(item, v, f"{where}[{i}]") for i, v in enumerate(value)]
+        if option is float and isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
+        if isinstance(option, type) and isinstance(value, option) and (option is bool or not isinstance(value, bool)):
+            return value
+    names = " or ".join("null" if o is types.NoneType else getattr(o, "__name__", str(o)) for o in options)
+    raise SettingError(where, value, f"must be of type {names}")
+
+
+def _between(setting: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise SettingError(setting, value, f"must be from {low} to {high}")
+
+
+def _among(setting: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise SettingError(setting, value, f"must be one of {', '.join(allowed)}")
