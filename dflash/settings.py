@@ -29,6 +29,8 @@ COMPILE_STRATEGIES = (
     "eager",
 )
 
+DEVICES = ("auto", "cpu", "cuda", "shared")
+
 
 class SettingError(ValueError):
     """A setting that cannot work, told in one sentence."""
@@ -147,14 +149,12 @@ class Train:
     rows: int = 1  # packed rows a drafter takes each step
     steady_after: int = 3  # steps before the measured window opens
     queue_mib: float = 64.0  # bound on features waiting for one drafter
-    log_every: int = 1
     cpu_threads: int = 0  # intra-op threads of each worker on CPU; 0: the machine's cores over the workers
     save: bool = True  # write the trained drafter at the end
 
     def check(self) -> None:
         _between("train.steps", self.steps, 1, 1 << 40)
         _between("train.rows", self.rows, 1, 4096)
-        _between("train.log_every", self.log_every, 1, 1 << 30)
         _between("train.cpu_threads", self.cpu_threads, 0, 4096)
         if not 0 <= self.steady_after < self.steps:
             raise SettingError(
@@ -196,7 +196,7 @@ class JobSettings:
     compile: str = "locked"
     split: str = "1t1d"
     isolation: str = "threads"
-    device: str = "auto"  # auto | cpu | cuda
+    device: str = "auto"  # auto | cpu | cuda (a GPU a worker) | shared (all workers on the GPUs there are)
     seed: int = 0
 
     @classmethod
@@ -223,7 +223,7 @@ class JobSettings:
             section.check()
         _among("compile", self.compile, COMPILE_STRATEGIES)
         _among("isolation", self.isolation, ("threads", "processes"))
-        _among("device", self.device, ("auto", "cpu", "cuda"))
+        _among("device", self.device, DEVICES)
         Split.parse(self.split)
         if self.drafter.block > self.data.row_tokens:
             raise SettingError(

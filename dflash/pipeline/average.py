@@ -1,0 +1,85 @@
+"""Summing one flat vector over all drafters, each step.
+
+Sums, not means: a drafter's vector carries the gradient of its weighted loss *sum*, its sum of weights and
+its counts, so that dividing afterwards gives what one drafter would have computed on the joint batch.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dflash.pipeline.channel import Aborted
+
+
+class Averager(Protocol):
+    def total(self, rank: int, vector: Tensor) -> Tensor: ...
+    def abort(self) -> None: ...
+
+
+class ThreadAverager:
+    """Drafters as threads: each sums a slice of everyone's vector, in rank order, so all get the same bits."""
+
+    def __init__(self, drafters: int) -> None:
+        self._vectors: list[Tensor] = [torch.empty(0)] * drafters
+        self._slices: list[Tensor] = [torch.empty(0)] * drafters
+        self._barrier = threading.Barrier(drafters)
+
+    def total(self, rank: int, vector: Tensor) -> Tensor:
+        """The sum over drafters of `vector` float32 [n], on the device it came from; raises Aborted."""
+        if len(self._vectors) == 1:
+            return vector
+        self._vectors[rank] = vector
+        self._meet(vector)
+        own = self._vectors[0].tensor_split(len(self._vectors))[rank].to(vector.device, copy=True)
+        for other in self._vectors[1:]:
+            own += other.tensor_split(len(self._vectors))[rank].to(vector.device)
+        self._slices[rank] = own
+        self._meet(vector)
+        total = torch.cat([part.to(vector.device) for part in self._slices])
+        self._meet(vector)  # nobody replaces its slice while another still reads it
+        return total
+
+    def _meet(self, vector: Tensor) -> None:
+        if vector.is_cuda:
+            torch.cuda.synchronize(vector.device)  # a peer reads this memory on a stream of its own
+        try:
+            self._barrier.wait()
+        except threading.BrokenBarrierError:
+            raise Aborted from None
+
+    def abort(self) -> None:
+        self._barrier.abort()
+
+
+class ProcessAverager:
+    """Drafters as processes: an all-reduce, over gloo on CPU and NCCL on GPUs, met through a file."""
+
+    def __init__(self, drafters: int, meeting: Path) -> None:
+        self.drafters, self.meeting = drafters, meeting
+        self._joined = False
+
+    def total(self, rank: int, vector: Tensor) -> Tensor:
+        """As ThreadAverager.total; the first call joins the group."""
+        if self.drafters == 1:
+            return vector
+        if not self._joined:
+            # Gloo looks the host's name up otherwise, which fails on machines without a resolver.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            torch.distributed.init_process_group(
+                backend="nccl" if vector.is_cuda else "gloo",
+                init_method=f"file://{self.meeting.resolve()}",
+                rank=rank,
+                world_size=self.drafters,
+            )
+            self._joined = True
+        torch.distributed.all_reduce(vector)
+        return vector
+
+    def abort(self) -> None:
+        """The parent ends the processes."""

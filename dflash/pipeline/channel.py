@@ -1,0 +1,134 @@
+"""A first-in first-out way from one target to one drafter, bounded in bytes.
+
+Bounded in bytes and not in batches, because features are large (40,000 tokens of an 8B target: 1.6 GB) and
+their size depends on settings that a sweep varies. One batch always fits, however large.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from dflash.pipeline.batch import Batch
+
+
+class Aborted(Exception):
+    """The run is ending; whoever waits stops waiting. Not a failure of the one who gets it."""
+
+
+@dataclass(frozen=True)
+class ChannelStats:
+    bytes: int  # waiting in the channel now
+    target_waited: float  # seconds its target has waited for room, in all
+    drafter_waited: float  # seconds its drafter has waited for a batch, in all
+
+
+class Channel(Protocol):
+    def put(self, batch: Batch) -> None: ...
+    def get(self, device: torch.device) -> Batch: ...
+    def stats(self) -> ChannelStats: ...
+    def abort(self) -> None: ...
+
+
+class ThreadChannel:
+    """Between two threads; batches pass by reference."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit = limit_bytes
+        self._batches: deque[Batch] = deque()
+        self._bytes = 0
+        self._changed = threading.Condition()
+        self._aborted = False
+        self._target_waited = self._drafter_waited = 0.0
+
+    def put(self, batch: Batch) -> None:
+        """Wait for room, then append; raises Aborted."""
+        with self._changed:
+            since = time.perf_counter()
+            self._changed.wait_for(
+                lambda: self._aborted or not self._batches or self._bytes + batch.bytes <= self._limit
+            )
+            self._target_waited += time.perf_counter() - since
+            if self._aborted:
+                raise Aborted
+            self._batches.append(batch)
+            self._bytes += batch.bytes
+            self._changed.notify_all()
+
+    def get(self, device: torch.device) -> Batch:
+        """Wait for the next batch, its features on `device`; raises Aborted."""
+        with self._changed:
+            since = time.perf_counter()
+            self._changed.wait_for(lambda: self._aborted or bool(self._batches))
+            self._drafter_waited += time.perf_counter() - since
+            if self._aborted:
+                raise Aborted
+            batch = self._batches.popleft()
+            self._bytes -= batch.bytes
+            self._changed.notify_all()
+        assert batch.features is not None
+        return batch.with_features(batch.features.to(device))
+
+    def stats(self) -> ChannelStats:
+        return ChannelStats(self._bytes, self._target_waited, self._drafter_waited)
+
+    def abort(self) -> None:
+        with self._changed:
+            self._aborted = True
+            self._changed.notify_all()
+
+
+class ProcessChannel:
+    """Between two processes: features lie in shared memory, in as many slots as the bound allows.
+
+    Slots are made once, for shapes are constant; so nothing is pickled but a slot's number and the batch's
+    small tensors. Waiters are not woken on abort: the parent ends the processes.
+    """
+
+    def __init__(self, limit_bytes: int, shape: tuple[int, ...], dtype: torch.dtype, context: Any) -> None:
+        size = dtype.itemsize * int(torch.Size(shape).numel())
+        self._slots: list[Tensor] = [
+            torch.empty(shape, dtype=dtype).share_memory_() for _ in range(max(1, limit_bytes // size))
+        ]
+        self._size = size
+        self._free, self._ready = context.SimpleQueue(), context.SimpleQueue()
+        self._waiting = context.Value("q", 0)
+        self._target_waited, self._drafter_waited = context.Value("d", 0.0), context.Value("d", 0.0)
+        for slot in range(len(self._slots)):
+            self._free.put(slot)
+
+    def put(self, batch: Batch) -> None:
+        since = time.perf_counter()
+        slot = self._free.get()
+        self._target_waited.value += time.perf_counter() - since  # one writer
+        assert batch.features is not None
+        self._slots[slot].copy_(batch.features)
+        with self._waiting.get_lock():
+            self._waiting.value += 1
+        fields = {k: v.numpy() if isinstance(v, Tensor) else v for k, v in vars(batch).items() if k != "features"}
+        self._ready.put((slot, fields))
+
+    def get(self, device: torch.device) -> Batch:
+        since = time.perf_counter()
+        slot, fields = self._ready.get()
+        self._drafter_waited.value += time.perf_counter() - since  # one reader
+        features = self._slots[slot].to(device, copy=True)
+        with self._waiting.get_lock():
+            self._waiting.value -= 1
+        self._free.put(slot)
+        small = {k: v if isinstance(v, int) else torch.from_numpy(v) for k, v in fields.items()}
+        return Batch(**small, features=features)
+
+    def stats(self) -> ChannelStats:
+        return ChannelStats(
+            self._waiting.value * self._size, self._target_waited.value, self._drafter_waited.value
+        )
+
+    def abort(self) -> None:
+        """Nothing to wake: see the class."""

@@ -1,0 +1,293 @@
+"""One training job, read top to bottom: load, lay out the workers, run them, save.
+
+`isolation=threads`: all workers are threads of this process (the incident's shape). `isolation=processes`:
+one process a worker, which share no interpreter state; this one only starts and watches them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dflash import strategies
+from dflash.data.dataset import Dataset
+from dflash.data.dataset import load as load_dataset
+from dflash.data.tokens import resolve_mask_token
+from dflash.devices import Placement, place
+from dflash.drafter import Drafter, Geometry
+from dflash.events import EVENTS_FILE, EventWriter
+from dflash.export import export_drafter
+from dflash.failure import report_failure
+from dflash.models import folder
+from dflash.pipeline.average import Averager, ProcessAverager, ThreadAverager
+from dflash.pipeline.batch import BatchSource
+from dflash.pipeline.channel import Aborted, Channel, ProcessChannel, ThreadChannel
+from dflash.pipeline.workers import Channels, FrozenEnds, Tools, run_drafter, run_target
+from dflash.probe import Probe
+from dflash.settings import JobSettings
+from dflash.target import Target, load_tokenizer, target_shape
+
+DRAFTER_FOLDER = "drafter"
+# How long workers that are told to end may take before the process leaves without them.
+ABORT_GRACE_S = 15.0
+
+
+def train(job: JobSettings, out: Path, events: EventWriter, probe: Probe) -> str:
+    """Run the job; gives `ok`, `interrupted` or `failed`. What failed is in the events.
+
+    Raises SettingError before any work when the settings do not fit the machine, the data or the target.
+    """
+    placement = place(job)
+    torch.set_num_threads(placement.cpu_threads)
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    run = _train_in_threads if job.isolation == "threads" else _train_in_processes
+    return run(job, out, placement, events, probe, stop)
+
+
+# --- threads ---------------------------------------------------------------------------------------------
+
+
+def _train_in_threads(
+    job: JobSettings, out: Path, placement: Placement, events: EventWriter, probe: Probe, stop: threading.Event
+) -> str:
+    strategy = strategies.make(job.compile, placement.kind, probe)
+    strategy.setup_process()
+    tools = Tools(job, events, probe, strategy, stop.is_set)
+    events.emit("stage", stage="load")
+    targets = _load_targets(job, placement.targets, events)
+    events.emit("stage", stage="data")
+    data = _load_data(job, events)
+    source = BatchSource(data.rows, job.train.rows, job.drafter.anchors, job.seed)
+
+    made = [_make_drafter(job, targets[0], strategy, device) for device in placement.drafters]
+    limit = _channel_limit(job, len(targets))
+    channels: Channels = {(t, d): ThreadChannel(limit) for t in range(len(targets)) for d in range(len(made))}
+    averager = ThreadAverager(len(made))
+
+    crew = Crew(events, probe, [strategy.abort, averager.abort, *(c.abort for c in channels.values())])
+    for rank, (drafter, ends) in enumerate(made):
+        crew.start(f"drafter{rank}", run_drafter, tools, rank, drafter, ends, channels, averager)
+    for number, target in enumerate(targets):
+        crew.start(f"target{number}", run_target, tools, number, target, source, channels)
+    if not crew.wait():
+        return "failed"
+    events.emit("counters", at="end", **probe.counters())
+    if job.train.save:
+        events.emit("stage", stage="save")
+        export_drafter(made[0][0], targets[0], made[0][1].mask_token, out / DRAFTER_FOLDER)
+    return "interrupted" if stop.is_set() else "ok"
+
+
+class Crew:
+    """Worker threads that end together: the first to fail is reported, the others are told to stop waiting."""
+
+    def __init__(self, events: EventWriter, probe: Probe, aborts: list[Callable[[], None]]) -> None:
+        self._events, self._probe, self._aborts = events, probe, aborts
+        self._threads: list[threading.Thread] = []
+        self._failed = threading.Event()
+        self._first = threading.Lock()
+
+    def start(self, name: str, work: Callable[..., None], *args: Any) -> None:
+        thread = threading.Thread(target=self._guard, args=(name, work, args), name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _guard(self, name: str, work: Callable[..., None], args: tuple[Any, ...]) -> None:
+        try:
+            work(*args)
+        except (Aborted, strategies.Aborted):
+            return
+        except BaseException as error:
+            if self._first.acquire(blocking=False):  # later failures are this one's echoes
+                report_failure(self._events, self._probe, name, error)
+            self._failed.set()
+            for abort in self._aborts:
+                abort()
+
+    def wait(self) -> bool:
+        """Wait for all to end; False when one failed (then those that hang are left behind, as daemons)."""
+        until = None
+        while any(thread.is_alive() for thread in self._threads):
+            if self._failed.is_set():
+                until = until or time.monotonic() + ABORT_GRACE_S
+                if time.monotonic() > until:
+                    break
+            elif not any(t.is_alive() for t in self._threads if t.name.startswith("drafter")):
+                for abort in self._aborts:  # stopped early: targets need not fill their channels
+                    abort()
+            time.sleep(0.02)
+        return not self._failed.is_set()
+
+
+# --- processes -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Post:
+    """What a worker process is told at birth."""
+
+    role: str
+    number: int
+    job: dict[str, Any]
+    out: Path
+    device: torch.device
+    cpu_threads: int
+    channels: dict[tuple[int, int], Channel]
+    averager: Averager
+    stop: Any  # multiprocessing.Event
+
+
+def _train_in_processes(
+    job: JobSettings, out: Path, placement: Placement, events: EventWriter, probe: Probe, stop: threading.Event
+) -> str:
+    folder(job.target.model, job.target.models_dir)  # unpacked once, before many ask
+    shape = target_shape(job.target)
+    dtype = shape.dtype(placement.targets[0])
+    size = (job.train.rows, job.data.row_tokens, len(shape.taps) * shape.hidden_size)
+    context = torch.multiprocessing.get_context("spawn")
+    limit = _channel_limit(job, len(placement.targets))
+    channels: dict[tuple[int, int], Channel] = {
+        (t, d): ProcessChannel(limit, size, dtype, context)
+        for t in range(len(placement.targets))
+        for d in range(len(placement.drafters))
+    }
+    averager = ProcessAverager(len(placement.drafters), out / "meeting")
+    told = context.Event()
+    events.emit("stage", stage="load")
+    workers = {}
+    places = {"drafter": placement.drafters, "target": placement.targets}
+    for role, devices in places.items():
+        for number, device in enumerate(devices):
+            post = Post(
+                role, number, job.to_dict(), out, device, placement.cpu_threads, channels, averager, told
+            )
+            worker = context.Process(target=_worker_process, args=(post,), name=f"{role}{number}")
+            worker.start()
+            workers[worker.name] = worker
+    drafters = [w for name, w in workers.items() if name.startswith("drafter")]
+    try:
+        while any(worker.is_alive() for worker in drafters):
+            if stop.is_set():
+                told.set()
+            dead = [w for w in workers.values() if w.exitcode not in (None, 0)]
+            if dead:
+                time.sleep(0.5)  # the culprit writes its own report; its echoes may come first by a little
+                _report_silent_death(out, dead, events)
+                return "failed"
+            time.sleep(0.05)
+        if any(worker.exitcode != 0 for worker in drafters):
+            _report_silent_death(out, [w for w in drafters if w.exitcode != 0], events)
+            return "failed"
+        return "interrupted" if stop.is_set() else "ok"
+    finally:
+        for worker in workers.values():
+            if worker.is_alive():
+                worker.kill()
+            worker.join()
+
+
+def _report_silent_death(out: Path, dead: list[Any], events: EventWriter) -> None:
+    """A worker that a signal ended could not report itself."""
+    if '"event": "failure"' in (out / EVENTS_FILE).read_text(errors="replace"):
+        return
+    worker = next((w for w in dead if w.exitcode < 0), dead[0])
+    how = f"signal {signal.Signals(-worker.exitcode).name}" if worker.exitcode < 0 else f"status {worker.exitcode}"
+    events.emit(
+        "failure",
+        worker=worker.name,
+        type="WorkerDied",
+        message=f"worker process {worker.name} ended by {how}",
+        traceback="",
+        holders=[],
+        stacks="",
+    )
+
+
+def _worker_process(post: Post) -> None:
+    """The whole life of one worker process."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the parent passes the wish on, at a step's end
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: never outlive the parent
+    name = f"{post.role}{post.number}"
+    job = JobSettings.from_dict(post.job)
+    events = EventWriter(post.out / EVENTS_FILE)
+    probe = Probe(events)
+    try:
+        torch.set_num_threads(post.cpu_threads)
+        strategy = strategies.make(job.compile, post.device.type, probe)
+        strategy.setup_process()
+        tools = Tools(job, events, probe, strategy, post.stop.is_set)
+        (target,) = _load_targets(job, [post.device], events)
+        if post.role == "target":
+            data = _load_data(job, events if post.number == 0 else None)
+            source = BatchSource(data.rows, job.train.rows, job.drafter.anchors, job.seed)
+            run_target(tools, post.number, target, source, post.channels)
+        else:
+            drafter, ends = _make_drafter(job, target, strategy, post.device)
+            run_drafter(tools, post.number, drafter, ends, post.channels, post.averager)
+            events.emit("counters", at="end", **probe.counters())
+            events.emit("memory", **probe.memory())
+            if post.number == 0 and job.train.save:
+                events.emit("stage", stage="save")
+                export_drafter(drafter, target, ends.mask_token, post.out / DRAFTER_FOLDER)
+    except Aborted:
+        return
+    except BaseException as error:
+        report_failure(events, probe, name, error)
+        sys.exit(1)
+
+
+# --- shared ----------------------------------------------------------------------------------------------
+
+
+def _load_targets(job: JobSettings, devices: list[torch.device], events: EventWriter) -> list[Target]:
+    """One target a device; on CPU the replicas share their frozen weights."""
+    targets: list[Target] = []
+    for number, device in enumerate(devices):
+        same = next((t for t in targets if t.device == device), None)
+        targets.append(same if same is not None else Target.load(job.target, device))
+        events.emit("progress", what="targets", done=number + 1, total=len(devices))
+    return targets
+
+
+def _load_data(job: JobSettings, events: EventWriter | None) -> Dataset:
+    def progress(done: int, total: int) -> None:
+        if events:
+            events.emit("progress", what="conversations", done=done, total=total)
+
+    tokenizer = load_tokenizer(job.target)
+    data = load_dataset(job.data, tokenizer, block=job.drafter.block, seed=job.seed, progress=progress)
+    if events:
+        events.emit("data", **data.summary)
+    return data
+
+
+def _make_drafter(
+    job: JobSettings, target: Target, strategy: strategies.Strategy, device: torch.device
+) -> tuple[Drafter, FrozenEnds]:
+    """A drafter with weights drawn from the job's seed (so equal in every worker), and what it shares."""
+    mask_token = resolve_mask_token(job.drafter.mask_token, load_tokenizer(job.target), target.vocab_size)
+    geometry = Geometry.settle(job.drafter, target)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(job.seed)
+        drafter = Drafter(geometry, strategy.attend)
+    ends = FrozenEnds(target.embedding.to(device), target.head.to(device), mask_token)
+    return drafter.to(device=device, dtype=ends.head.dtype), ends
+
+
+def _channel_limit(job: JobSettings, num_targets: int) -> int:
+    """Bytes one channel may hold: the bound is per drafter, shared by the targets that feed it."""
+    return int(job.train.queue_mib * (1 << 20)) // num_targets
+
+

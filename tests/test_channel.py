@@ -1,0 +1,113 @@
+"""Channels and averaging: order, bounds, ends."""
+
+import threading
+import time
+
+import pytest
+import torch
+
+from dflash.pipeline.average import ThreadAverager
+from dflash.pipeline.batch import Batch
+from dflash.pipeline.channel import Aborted, ProcessChannel, ThreadChannel
+
+CPU = torch.device("cpu")
+
+
+def batch(index: int, size: int = 4) -> Batch:
+    small = torch.tensor([[index]])
+    return Batch(
+        index=index,
+        tokens=small,
+        loss_mask=small > 0,
+        document=small,
+        position=small,
+        anchors=small,
+        context_tokens=1,
+        features=torch.full((1, size, 2), float(index)),
+    )
+
+
+def channels():
+    context = torch.multiprocessing.get_context("spawn")
+    size = batch(0).bytes
+    return [ThreadChannel(2 * size), ProcessChannel(2 * size, (1, 4, 2), torch.float32, context)]
+
+
+@pytest.mark.parametrize("channel", channels(), ids=["threads", "processes"])
+def test_batches_come_out_in_order_and_never_more_than_the_bound_waits(channel):
+    size = batch(0).bytes
+    sender = threading.Thread(target=lambda: [channel.put(batch(i)) for i in range(6)])
+    sender.start()
+    time.sleep(0.2)
+    assert channel.stats().bytes == 2 * size
+    for expected in range(6):
+        got = channel.get(CPU)
+        assert got.index == expected
+        assert (got.features == expected).all()
+        assert channel.stats().bytes <= 2 * size
+    sender.join(5)
+    assert channel.stats().bytes == 0
+    assert channel.stats().target_waited > 0.1  # it waited for room while we slept
+
+
+def test_a_batch_larger_than_the_bound_still_passes():
+    channel = ThreadChannel(1)
+    channel.put(batch(0))
+    assert channel.get(CPU).index == 0
+
+
+@pytest.mark.parametrize("side", ["put", "get"])
+def test_abort_wakes_whoever_waits(side):
+    channel = ThreadChannel(1)
+    if side == "put":
+        channel.put(batch(0))
+    raised = []
+
+    def wait() -> None:
+        try:
+            channel.put(batch(1)) if side == "put" else channel.get(CPU)
+        except Aborted:
+            raised.append(True)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    channel.abort()
+    thread.join(5)
+    assert raised == [True]
+
+
+@pytest.mark.parametrize("drafters", [1, 2, 3, 5])
+def test_all_drafters_get_the_same_bits_round_after_round(drafters):
+    averager = ThreadAverager(drafters)
+    torch.manual_seed(0)
+    vectors = torch.randn(4, drafters, 17)
+    totals = [[] for _ in range(drafters)]
+
+    def work(rank: int) -> None:
+        for round_ in vectors:
+            totals[rank].append(averager.total(rank, round_[rank].clone()).clone())
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(drafters)]
+    [t.start() for t in threads]
+    [t.join(10) for t in threads]
+    for number, round_ in enumerate(vectors):
+        for rank in range(drafters):
+            assert torch.equal(totals[rank][number], totals[0][number])
+        assert torch.allclose(totals[0][number], round_.sum(0), atol=1e-6)
+
+
+def test_a_drafter_that_died_does_not_keep_the_others_waiting():
+    averager = ThreadAverager(2)
+    raised = []
+
+    def wait() -> None:
+        try:
+            averager.total(0, torch.ones(3))
+        except Aborted:
+            raised.append(True)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    averager.abort()
+    thread.join(5)
+    assert raised == [True]
