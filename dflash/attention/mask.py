@@ -1,0 +1,63 @@
+"""Who sees whom in a DFlash drafter (arXiv 2602.06036, section 4.2).
+
+Queries are block slots: slot k of block i has index i*B + k, so Q = N*B. Keys are the S context tokens of the
+row, then the same Q block slots. Slot k of block i, whose anchor is context token a, sees
+
+- context token t when t < a, strictly, and both are of one document; with a window W also a + k - t < W.
+  The anchor's own feature stays hidden: at inference the anchor is the token just sampled, which the target
+  has not read yet.
+- every slot of its own block, earlier and later, and none of another's.
+
+An empty block (anchor -1) sees nothing and its output is zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class DFlashMask(NamedTuple):
+    """The mask of R packed rows. Tensors and constants only, so compiled code takes it as an argument."""
+
+    document: Tensor  # [R, S] integer: the document of each context token, -1 for padding
+    anchors: Tensor  # [R, N] integer: context index of each block's anchor, -1 for an empty block
+    block: int  # B, slots a block, the anchor's included
+    window: int | None = None  # W, tokens of context a slot looks back over; None: all of its document
+
+
+def rule(mask: DFlashMask) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """The mask as a function of indices (row, head, query, key), as flex_attention's `mask_mod` wants it.
+
+    The index tensors may have any shapes that broadcast; the answer is boolean in the shape they broadcast to.
+    """
+    document, anchors, block, window = mask
+    context = document.shape[1]
+    anchor_document = document.gather(1, anchors.clamp(min=0))
+
+    def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        i = query // block
+        anchor = anchors[row, i]
+        in_context = key < context
+        t = torch.where(in_context, key, 0)
+        before = in_context & (t < anchor) & (document[row, t] == anchor_document[row, i])
+        if window is not None:
+            before = before & (anchor + query % block - t < window)
+        own = (key >= context) & ((key - context) // block == i) & (anchor >= 0)
+        return before | own
+
+    return sees
+
+
+def visible(mask: DFlashMask) -> Tensor:
+    """The mask written out: boolean [R, 1, Q, S + Q], true where the query sees the key."""
+    rows, context = mask.document.shape
+    queries = mask.anchors.shape[1] * mask.block
+    device = mask.document.device
+    row = torch.arange(rows, device=device).view(-1, 1, 1, 1)
+    query = torch.arange(queries, device=device).view(1, 1, -1, 1)
+    key = torch.arange(context + queries, device=device).view(1, 1, 1, -1)
+    return rule(mask)(row, torch.zeros_like(row), query, key)

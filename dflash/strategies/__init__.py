@@ -1,0 +1,41 @@
+"""How a drafter's forward becomes callable when several drafters share a process (`compile=`).
+
+docs/STRATEGIES.md says what each does and what to expect of it. A trainer uses one strategy per process:
+
+    strategy = make(name, "cuda", probe)
+    strategy.setup_process()                     # once, before anything compiles
+    strategy.setup_thread()                      # first thing in every worker thread
+    forward = strategy.compile_forward(drafter)  # calls strategy.prepare once, strategy.attend in each layer
+    strategy.run("drafter0", shape_class, body)  # body: one forward and backward, may be begun again
+    with strategy.quiet(): ...                   # all other work on modules, parameters, optimisers
+    strategy.abort(); strategy.close()           # when the job ends
+
+Never wait for another worker (a queue, a barrier) inside `run` or `quiet`.
+"""
+
+from __future__ import annotations
+
+from dflash.probe import Probe
+from dflash.settings import COMPILE_STRATEGIES, SettingError
+from dflash.strategies.free import Strategy
+from dflash.strategies.gate import Aborted, Gate
+from dflash.strategies.parked import Parked
+
+__all__ = ["Aborted", "Gate", "Strategy", "Unavailable", "make"]
+
+
+class Unavailable(RuntimeError):
+    """The strategy cannot run on this machine; the text says what it needs."""
+
+
+def make(name: str, device_type: str, probe: Probe, backend: str = "inductor") -> Strategy:
+    """Build the strategy `name` for workers on "cpu" or "cuda"; `backend` is torch.compile's.
+
+    Raises SettingError on an unknown name and Unavailable when the machine lacks what it needs.
+    """
+    if name not in COMPILE_STRATEGIES:
+        raise SettingError("compile", name, f"must be one of {', '.join(COMPILE_STRATEGIES)}")
+    if name == "triton":
+        raise Unavailable("needs CUDA: the Triton kernel of the DFlash mask is not part of this version")
+    kind = Parked if name in ("locked", "whole") else Strategy
+    return kind(name, device_type, probe, backend)
