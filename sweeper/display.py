@@ -1,0 +1,249 @@
+"""What a person watches: one live line on a terminal, plain lines anywhere else.
+
+Everything goes to standard error, so that the table on standard output can be piped. Events are read with
+suspicion: an odd one shows less, never raises.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import Any, TextIO
+
+from sweeper.measure import Step, finite, parse_step
+
+EVERY = 10.0  # seconds between two lines of steps when the output is no terminal
+COLOURS = {"ok": "green", "skipped": "dim", "degraded": "yellow", "killed": "magenta"}
+
+
+class Watch:
+    """What is known of the run in progress: stage, step, speed so far, time left."""
+
+    def __init__(self, index: int, label: str, estimate: float | None) -> None:
+        self.index, self.label, self.estimate = index, label, estimate
+        self.began = time.monotonic()
+        self.stage, self.work = "start", ""
+        self.step = self.steps = 0
+        self.speed: float | None = None
+        self._first: Step | None = None
+        self._last: Step | None = None
+        self._tokens = 0
+
+    def take(self, event: dict[str, Any]) -> str | None:
+        """Read an event; returns "stage" or "step" if that moved."""
+        kind = event.get("event")
+        if kind == "stage" and isinstance(event.get("stage"), str):
+            self.stage, self.work = event["stage"], ""
+            return "stage"
+        if kind == "progress":
+            done, total = finite(event.get("done")), finite(event.get("total"))
+            counted = f" {done:.0f}/{total:.0f}" if done is not None and total else ""
+            self.work = f"{event.get('what') or ''}{counted}".strip()
+        step = parse_step(event) if kind == "step" else None
+        if step is None:
+            return None
+        self.step = step.step
+        self.steps = int(finite(event.get("steps")) or 0)
+        if self._first is None:
+            self._first = step
+        else:
+            self._tokens += step.tokens
+            seconds = step.t - self._first.t
+            self.speed = self._tokens / seconds / 1000 if seconds > 0 else None
+        self._last = step
+        return "step"
+
+    def left(self) -> float | None:
+        """Seconds left of this run: from its own pace once it steps, before that from earlier runs."""
+        if self._first and self._last and self.steps and self._last.step > self._first.step:
+            pace = (self._last.t - self._first.t) / (self._last.step - self._first.step)
+            return max(0.0, pace * (self.steps - self._last.step))
+        if self.estimate is not None:
+            return max(0.0, self.estimate - (time.monotonic() - self.began))
+        return None
+
+    def doing(self) -> str:
+        parts = [self.stage if not self.work else f"{self.stage} ({self.work})"]
+        if self.step:
+            parts.append(f"step {self.step}/{self.steps}" if self.steps else f"step {self.step}")
+        if self.speed:
+            parts.append(f"{self.speed:.3f} Ktok/s")
+        return ", ".join(parts)
+
+
+class Display:
+    """Plain lines: one a stage, one about every ten seconds of steps, one a verdict."""
+
+    def __init__(self, total: int, verbose: bool, out: TextIO) -> None:
+        self.total, self.verbose, self.out = total, verbose, out
+        self.watch: Watch | None = None
+        self._took: list[float] = []
+        self._told = 0.0
+
+    def run_started(self, index: int, label: str, estimate_s: float | None = None) -> None:
+        """`index` counts from 1 among `total`; estimate_s is the expected duration, None if unknown."""
+        self.watch = Watch(index, label, estimate_s)
+        about = f" (about {duration(estimate_s)})" if estimate_s is not None else ""
+        self._line(f"[{index}/{self.total}] {label}{about}")
+
+    def event(self, event: dict[str, Any]) -> None:
+        if self.watch is None or not isinstance(event, dict):
+            return
+        moved = self.watch.take(event)
+        if event.get("event") == "warning":
+            self.note(f"warning {event.get('code') or ''}: {event.get('message') or ''}")
+        if moved:
+            self._moved(moved)
+
+    def log_line(self, line: str) -> None:
+        """A line the child printed; shown with verbose."""
+        if self.verbose:
+            self._line(f"  | {line.rstrip()}")
+
+    def note(self, text: str) -> None:
+        self._line(f"  {text}")
+
+    def run_ended(self, label: str, verdict: dict[str, Any]) -> None:
+        """Show the verdict line; `verdict` is the content of verdict.json."""
+        if self.watch is not None:
+            self._took.append(time.monotonic() - self.watch.began)
+        self._verdict(label, str(verdict.get("verdict")), told(verdict))
+        self.watch = None
+
+    def close(self) -> None:
+        self.watch = None
+
+    def left(self) -> float | None:
+        """Seconds left of the whole sweep: this run's rest, and the mean of those done for those to come."""
+        if self.watch is None:
+            return None
+        rest = self.watch.left()
+        to_come = self.total - self.watch.index
+        if rest is None or (to_come > 0 and not self._took and self.watch.estimate is None):
+            return None
+        usual = sum(self._took) / len(self._took) if self._took else (self.watch.estimate or 0.0)
+        return rest + to_come * usual
+
+    def _moved(self, what: str) -> None:
+        assert self.watch is not None
+        now = time.monotonic()
+        if what == "stage" or now - self._told >= EVERY or self.watch.step == self.watch.steps:
+            self._told = now
+            self._line(f"  {self.watch.doing()}{remaining(self.watch.left(), self.left())}")
+
+    def _verdict(self, label: str, verdict: str, text: str) -> None:
+        self._line(f"  {verdict}: {text}" if text else f"  {verdict}")
+
+    def _line(self, text: str) -> None:
+        try:
+            print(text, file=self.out, flush=True)
+        except (OSError, ValueError):
+            self.out = open(os.devnull, "w")  # noqa: SIM115  whoever watched is gone; the sweep goes on
+
+
+class LiveDisplay(Display):
+    """The same lines above one live line with a bar."""
+
+    def __init__(self, total: int, verbose: bool, out: TextIO) -> None:
+        super().__init__(total, verbose, out)
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+        self._console = Console(file=out, highlight=False)
+        self._progress = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=20),
+            TextColumn("{task.fields[doing]}", markup=False),
+            TimeElapsedColumn(),
+            console=self._console,
+            transient=True,
+            refresh_per_second=4,
+        )
+        self._task: Any = None
+        self._progress.start()
+
+    def run_started(self, index: int, label: str, estimate_s: float | None = None) -> None:
+        super().run_started(index, label, estimate_s)
+        self._drop()
+        self._task = self._progress.add_task(f"[{index}/{self.total}]", total=None, doing="starting")
+
+    def run_ended(self, label: str, verdict: dict[str, Any]) -> None:
+        self._drop()
+        super().run_ended(label, verdict)
+
+    def event(self, event: dict[str, Any]) -> None:
+        super().event(event)
+        if self.watch is not None and self._task is not None:
+            left = remaining(self.watch.left(), self.left())
+            total = self.watch.steps or None
+            self._progress.update(
+                self._task, completed=self.watch.step, total=total, doing=self.watch.doing() + left
+            )
+
+    def close(self) -> None:
+        self._drop()
+        self._progress.stop()
+        super().close()
+
+    def _moved(self, what: str) -> None:
+        pass  # the live line shows it
+
+    def _verdict(self, label: str, verdict: str, text: str) -> None:
+        from rich.text import Text
+
+        line = Text("  ").append(verdict, style=COLOURS.get(verdict, "bold red"))
+        self._console.print(line.append(f": {text}" if text else ""))
+
+    def _line(self, text: str) -> None:
+        from rich.text import Text
+
+        self._console.print(Text(text), soft_wrap=True)
+
+    def _drop(self) -> None:
+        if self._task is not None:
+            self._progress.remove_task(self._task)
+            self._task = None
+
+
+def make(total: int, verbose: bool) -> Display:
+    """The display that suits standard error: live on a terminal, plain otherwise."""
+    live = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+    return (LiveDisplay if live else Display)(total, verbose, sys.stderr)
+
+
+def told(verdict: dict[str, Any]) -> str:
+    """A verdict's figures, signature and reason on one line."""
+    figures = verdict.get("figures") or {}
+    parts = []
+    for name, form in (("ktok_s", "{:.3f} Ktok/s"), ("time_to_first_step_s", "first step after {:.1f} s")):
+        if (value := finite(figures.get(name))) is not None:
+            parts.append(form.format(value))
+    if (value := finite(verdict.get("wall_s"))) is not None:
+        parts.append(f"{duration(value)} in all")
+    cache, signature = verdict.get("cache"), verdict.get("signature")
+    if isinstance(cache, dict) and cache.get("proved"):
+        parts.append(f"cache {cache['proved']}")
+    if isinstance(signature, dict):
+        parts.append(f"{signature.get('cause')} ({signature.get('fingerprint')})")
+    if verdict.get("reason"):
+        parts.append(" ".join(str(verdict["reason"]).split())[:200])
+    return ", ".join(parts)
+
+
+def remaining(run: float | None, sweep: float | None) -> str:
+    """Time left, in words with a leading comma; empty if unknown."""
+    if run is None:
+        return ""
+    rest = f", {duration(run)} left"
+    return rest if sweep is None or sweep - run < 1 else f"{rest} of this run, {duration(sweep)} of the sweep"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as 42 s, 3:05 min or 1:02 h."""
+    whole = int(seconds + 0.5)
+    if whole < 100:
+        return f"{whole} s"
+    minutes, rest = divmod(whole, 60)
+    return f"{minutes}:{rest:02d} min" if minutes < 100 else f"{minutes // 60}:{minutes % 60:02d} h"

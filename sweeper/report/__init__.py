@@ -1,0 +1,1 @@
+"""What a sweep shows its reader: tables of cells, curves of runs."""

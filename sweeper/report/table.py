@@ -1,0 +1,225 @@
+"""The table of cells: what each combination of levels came to, over its repeats.
+
+Figures are medians over the runs that ended (`ok` or `degraded`). The bracket behind a median is, from three
+runs on, a distribution-free interval of the median, the narrowest pair of order statistics that holds it with
+95 %; below six runs no pair does, and the bracket is the range, which holds it with 75 % (three runs), 87.5 %
+(four) or 93.8 % (five). Two runs show their range, one none. Source of the interval: the sign test, as in
+Conover, Practical Nonparametric Statistics, section 3.2.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections import Counter
+from collections.abc import Iterable
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from sweeper.measure import finite
+
+ENDED = ("ok", "degraded")
+CONFIDENCE = 0.95
+GIB = 1 << 30
+
+
+def rows(run_dirs: Iterable[Path]) -> list[dict[str, Any]]:
+    """One row a cell, in the order in which cells first appear. Priming runs are left out, and of several
+    attempts of one run only the last counts. A directory without a readable run.json or verdict.json is
+    counted in the field `unreadable` of the first row.
+
+    A row: cell {factor: level}, label, n, verdicts {verdict: count}, ktok_s, time_to_first_step_s, compile_s,
+    peak_bytes (each {median, low, high, coverage, n}, or None), cache {proved state: count},
+    signatures {cause: count}, failures [{label, verdict, cause, fingerprint, reason, evidence, holders,
+    dir}].
+    """
+    latest: dict[tuple[str, Any], tuple[Path, dict[str, Any], dict[str, Any]]] = {}
+    unreadable = 0
+    for folder in run_dirs:
+        run, verdict = read_json(folder / "run.json"), read_json(folder / "verdict.json")
+        if not run or not verdict:
+            unreadable += 1
+        elif run.get("role") != "prime":
+            key = (json.dumps(run.get("cell") or {}, sort_keys=True, default=str), run.get("repeat"))
+            if key not in latest or (run.get("attempt") or 0) >= (latest[key][1].get("attempt") or 0):
+                latest[key] = (folder, run, verdict)
+    cells: dict[str, list[tuple[Path, dict[str, Any], dict[str, Any]]]] = {}
+    for (cell, _), found in latest.items():
+        cells.setdefault(cell, []).append(found)
+    table = [_row(runs) for runs in cells.values()]
+    if table and unreadable:
+        table[0]["unreadable"] = unreadable
+    return table
+
+
+def render(table: list[dict[str, Any]], width: int | None = None) -> str:
+    """The table as text, `width` columns wide (default 140), with a line for each run that is not ok."""
+    from rich.console import Console
+    from rich.table import Table
+
+    if not table:
+        return "no runs\n"
+    factors = _factors(table)
+    shown = Table(box=None, pad_edge=False, header_style="bold", collapse_padding=True)
+    for factor in factors or ["cell"]:
+        shown.add_column(factor, overflow="fold")
+    shown.add_column("verdicts", overflow="fold")
+    for head in ("Ktok/s", "first step s", "compile s", "peak GiB"):
+        shown.add_column(head, justify="right", no_wrap=True)
+    shown.add_column("cache", overflow="fold")
+    shown.add_column("signature", overflow="fold")
+    for row in table:
+        levels = [str(row["cell"].get(f, "-")) for f in factors] or [row["label"]]
+        figures = [
+            _figure(row["ktok_s"], 3),
+            _figure(row["time_to_first_step_s"], 1),
+            _figure(row["compile_s"], 1),
+            _figure(row["peak_bytes"], 2, GIB),
+        ]
+        counts = [_counted(row["verdicts"]), *figures, _counted(row["cache"]), _counted(row["signatures"])]
+        shown.add_row(*levels, *counts)
+    out = StringIO()
+    console = Console(file=out, width=width or 140, color_system=None, highlight=False, markup=False)
+    console.print(shown)
+    for note in _notes(table):
+        console.print(note, soft_wrap=True)
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+
+
+def median_interval(values: list[float]) -> dict[str, Any] | None:
+    """Median with a distribution-free interval: {median, low, high, coverage, n}; None without values.
+
+    For order statistics r and n+1-r the interval holds the median with 1 - 2 P(Binomial(n, 1/2) < r).
+    """
+    values = sorted(values)
+    n = len(values)
+    if n == 0:
+        return None
+    r, coverage = 1, _coverage(n, 1)
+    while r < n // 2 and _coverage(n, r + 1) >= CONFIDENCE:
+        r += 1
+        coverage = _coverage(n, r)
+    found = {"median": statistics.median(values), "low": values[r - 1], "high": values[n - r], "n": n}
+    return found | {"coverage": coverage if n >= 3 else None}
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The JSON object in a file, or None if there is none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def label(cell: dict[str, Any]) -> str:
+    """A cell in words: compile=locked cache=warm ..."""
+    return " ".join(f"{factor}={level}" for factor, level in cell.items()) or "the only cell"
+
+
+def holders(folder: Path) -> list[str]:
+    """Who held the FX-tracing flag when the run's first failure happened: thread, code path, since when."""
+    found: list[str] = []
+    try:
+        with open(folder / "events.jsonl", encoding="utf-8", errors="replace") as file:
+            lines = [line for line in file if '"failure"' in line]
+    except OSError:
+        return found
+    for line in lines[:1]:
+        try:
+            told = json.loads(line).get("holders") or []
+        except (ValueError, AttributeError):
+            continue
+        for holder in told if isinstance(told, list) else []:
+            if isinstance(holder, dict):
+                before = finite(holder.get("seconds_before"))
+                when = "still open" if holder.get("open") else f"{before or 0:.2f} s before"
+                found.append(f"{holder.get('thread')} in {holder.get('path')} ({when})")
+    return found
+
+
+def _row(runs: list[tuple[Path, dict[str, Any], dict[str, Any]]]) -> dict[str, Any]:
+    cell = runs[0][1].get("cell") or {}
+    ended = [v.get("figures") or {} for _, _, v in runs if v.get("verdict") in ENDED]
+    peaks = [{"peak": f.get("peak_gpu_bytes") or f.get("peak_rss_bytes")} for f in ended]
+    proofs = [v["cache"].get("proved") or "unproved" for _, _, v in runs if isinstance(v.get("cache"), dict)]
+    signatures = [s for _, _, v in runs if (s := v.get("signature"))]
+    return {
+        "cell": cell,
+        "label": label(cell),
+        "n": len(runs),
+        "verdicts": dict(Counter(str(v.get("verdict")) for _, _, v in runs)),
+        "ktok_s": median_interval(_column(ended, "ktok_s")),
+        "time_to_first_step_s": median_interval(_column(ended, "time_to_first_step_s")),
+        "compile_s": median_interval(_column(ended, "compile_s")),
+        "peak_bytes": median_interval(_column(peaks, "peak")),
+        "cache": dict(Counter(proofs)),
+        "signatures": dict(Counter(str(s.get("cause")) for s in signatures)),
+        "failures": [_failure(*run) for run in runs if run[2].get("verdict") != "ok"],
+    }
+
+
+def _failure(folder: Path, run: dict[str, Any], verdict: dict[str, Any]) -> dict[str, Any]:
+    signature = verdict.get("signature") or {}
+    return {
+        "label": f"{label(run.get('cell') or {})} r{run.get('repeat')}",
+        "verdict": verdict.get("verdict"),
+        "cause": signature.get("cause"),
+        "fingerprint": signature.get("fingerprint"),
+        "reason": verdict.get("reason") or "",
+        "evidence": signature.get("evidence") or "",
+        "holders": holders(folder),
+        "dir": folder.name,
+    }
+
+
+def _column(figures: list[dict[str, Any]], name: str) -> list[float]:
+    return [value for f in figures if (value := finite(f.get(name))) is not None]
+
+
+def _coverage(n: int, r: int) -> float:
+    return 1 - 2 * sum(math.comb(n, k) for k in range(r)) / 2**n
+
+
+def _factors(table: list[dict[str, Any]]) -> list[str]:
+    """The factors that vary between these cells, or all of them if there is one cell."""
+    names = list(dict.fromkeys(name for row in table for name in row["cell"]))
+    varied = [name for name in names if len({str(row["cell"].get(name)) for row in table}) > 1]
+    return varied or names
+
+
+def _figure(value: dict[str, Any] | None, digits: int, unit: float = 1.0) -> str:
+    if value is None:
+        return "-"
+    text = f"{value['median'] / unit:.{digits}f}"
+    if value["n"] > 1:
+        text += f" [{value['low'] / unit:.{digits}f}, {value['high'] / unit:.{digits}f}]"
+    return text
+
+
+def _counted(counts: dict[str, int]) -> str:
+    return ", ".join(
+        f"{count} {name}" if sum(counts.values()) > 1 else name for name, count in counts.items()
+    )
+
+
+def _notes(table: list[dict[str, Any]]) -> list[str]:
+    notes = []
+    for row in table:
+        for failure in row["failures"]:
+            signature = f" {failure['cause']} ({failure['fingerprint']})" if failure["cause"] else ""
+            reason = " ".join((failure["reason"] or failure["evidence"]).split())[:300]
+            notes.append(f"{failure['verdict']}: {failure['label']}:{signature} {reason}".rstrip())
+            notes += [f"    flag held by {holder}" for holder in failure["holders"][:3]]
+    coverages = {row["ktok_s"]["n"]: row["ktok_s"]["coverage"] for row in table if row["ktok_s"]}
+    told = [f"{c:.1%} at n={n}" for n, c in sorted(coverages.items()) if c is not None]
+    if told:
+        notes.append(f"Brackets hold the median with {', '.join(told)} (distribution-free).")
+    elif any(n > 1 for n in coverages):
+        notes.append("Brackets are ranges; an interval needs three runs of a cell (repeat=3).")
+    lost = sum(row.get("unreadable", 0) for row in table)
+    if lost:
+        notes.append(f"{lost} run directories have no readable run.json or verdict.json and are not counted.")
+    return notes

@@ -1,0 +1,261 @@
+"""What became of a run, and why: exit status, events, log and stacks in; verdict and signature out.
+
+One verdict a run: `ok`, `degraded` (ended well, but its figures do not mean what they seem to), `failed`,
+`hung`, `killed`, `skipped`. The signature names the root: a job's own first failure comes before whatever
+followed from it, such as the other workers' hang or a kill.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import signal as signals
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from sweeper.measure import finite, steps, totals
+from sweeper.signatures import classify, fingerprint, rule, stack_fingerprint
+from sweeper.signatures.prints import last_traceback, threads
+
+VERDICTS = ("ok", "degraded", "failed", "hung", "killed", "skipped")
+CRASHES = frozenset({signals.SIGSEGV, signals.SIGBUS, signals.SIGILL, signals.SIGFPE})
+BAD_INPUT = 2  # exit status of a job that refuses a setting
+
+_SETTING = re.compile(r"^(?:\S+: )?[A-Za-z_][\w.\[\]]*=.*: \S.*$")
+_COMPILER = re.compile(r"torch[/\\](?:_dynamo|_inductor|_functorch|fx)[/\\]")
+_AUTOGRAD = re.compile(r"torch[/\\]autograd[/\\](?:graph|__init__)\.py$")
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """All that is known of a run that is over.
+
+    exit_code, signal: as the child ended, None where it did not end so. hung_stage: the stage whose budget
+    without progress ran out. cache: the proof, {requested, proved, why, layers}. reason: what the harness
+    has to say, such as why a cell is skipped.
+    """
+
+    exit_code: int | None
+    signal: int | None
+    ended_by: Literal["itself", "hung", "interrupt", "skipped"]
+    hung_stage: str | None
+    events: list[dict[str, Any]]
+    bad_events: int
+    log_tail: str
+    stacks: str
+    cache: dict[str, Any] | None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Signature:
+    """The stable name of what went wrong."""
+
+    cause: str
+    fingerprint: str
+    evidence: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    verdict: str
+    signature: Signature | None
+    reason: str
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def judge(evidence: Evidence) -> Verdict:
+    """Give the verdict. Never raises on odd events or text."""
+    verdict = _judge(evidence)
+    if evidence.bad_events:
+        note = f"{evidence.bad_events} lines of events were unreadable"
+        verdict = dataclasses.replace(verdict, reason="; ".join(filter(None, (verdict.reason, note))))
+    return verdict
+
+
+def named(cause: str, evidence: str, printed: str = "") -> Signature:
+    """A signature of a known cause; its fingerprint is that of `printed`, else of the evidence line."""
+    return Signature(cause, fingerprint(printed or evidence), evidence, rule(cause).remedy)
+
+
+def _judge(run: Evidence) -> Verdict:
+    if run.ended_by == "skipped":
+        return Verdict("skipped", None, run.reason)
+    if run.ended_by == "interrupt":
+        return Verdict("killed", named("sweep.interrupted", "interrupted"), run.reason or "interrupted")
+    code, signal = _exit(run.exit_code, run.signal)
+    failure = _failure(run)
+    if run.ended_by == "hung":
+        reason = run.reason or f"no progress in stage {run.hung_stage} for the whole of its budget"
+        return Verdict("hung", failure or _hang(run), reason)
+    if signal is not None:
+        return _signalled(run, signal, failure)
+    if code is None:
+        signature = failure or _from_log(run, "no exit status")
+        return Verdict("failed", signature, run.reason or "no exit status is known")
+    if code != 0:
+        signature = failure or _from_log(run, f"exit status {code}", code)
+        return Verdict("failed", signature, run.reason or f"exit status {code}: {signature.evidence}")
+    return _ended_well(run, failure)
+
+
+def _ended_well(run: Evidence, failure: Signature | None) -> Verdict:
+    """Exit status 0: the job's last word, and whether its figures can be trusted."""
+    ends = [e for e in run.events if e.get("event") == "end"]
+    if failure or any(e.get("status") == "failed" for e in ends):
+        signature = failure or _from_log(run, "the job said that it failed")
+        return Verdict("failed", signature, f"exit status 0, yet it failed: {signature.evidence}")
+    if run.events and not ends:
+        reason = "ended without its last word"
+        return Verdict("failed", named("unknown", reason), reason)
+    if any(e.get("status") == "interrupted" for e in ends):
+        reason = "the job was interrupted"
+        return Verdict("killed", named("sweep.interrupted", reason), reason)
+    doubts = [doubt for check in (_dense, _recompiled, _nonfinite, _missed) if (doubt := check(run))]
+    if not doubts:
+        return Verdict("ok", None, run.reason)
+    cause, _ = doubts[0]
+    said = "; ".join(text for _, text in doubts)
+    # The kind of doubt is its identity: counts and step numbers are not.
+    return Verdict("degraded", named(cause, doubts[0][1], cause), "; ".join(filter(None, (said, run.reason))))
+
+
+def _dense(run: Evidence) -> tuple[str, str] | None:
+    count = _uncompiled(run.events)
+    if not count:
+        return None
+    calls = totals(run.events, "attention_calls").get("attention_calls")
+    of = f" of {calls:.0f}" if calls else ""
+    return "attention.dense_fallback", f"{count:.0f}{of} attention calls ran un-compiled"
+
+
+def _recompiled(run: Evidence) -> tuple[str, str] | None:
+    late = [e for e in run.events if e.get("event") == "compile" and e.get("steady") is True]
+    if not late:
+        return None
+    who = sorted({str(e.get("worker", "?")) for e in late})
+    return "compile.recompiled", f"{len(late)} compiles inside the measured window ({', '.join(who)})"
+
+
+def _nonfinite(run: Evidence) -> tuple[str, str] | None:
+    bad = [s for s in steps(run.events) if {"loss", "grad_norm"} & set(s.nonfinite)]
+    if not bad:
+        return None
+    names = sorted({"loss", "grad_norm"} & set(bad[0].nonfinite))
+    where = f"in {len(bad)} steps, first in step {bad[0].step}"
+    return "numerics.nan", f"{' and '.join(names)} not finite {where}"
+
+
+def _missed(run: Evidence) -> tuple[str, str] | None:
+    cache = run.cache or {}
+    if cache.get("requested") != "warm" or cache.get("proved") == "warm":
+        return None
+    why = cache.get("why") or "no reason given"
+    return "cache.warm_missed", f"asked for a warm cache, proved {cache.get('proved')}: {why}"
+
+
+def _signalled(run: Evidence, signal: int, failure: Signature | None) -> Verdict:
+    name = _signal_name(signal)
+    reason = run.reason or f"ended by {name}"
+    if failure:
+        return Verdict("killed" if signal == signals.SIGKILL else "failed", failure, reason)
+    if signal == signals.SIGINT:
+        return Verdict("killed", named("sweep.interrupted", f"ended by {name}"), reason)
+    match = classify(f"{run.log_tail}\n{run.reason}")
+    told = match and match.cause.split(".")[0] in ("memory", "scheduler", "hardware")
+    if match and told:
+        signature = Signature(match.cause, fingerprint(match.evidence), match.evidence, match.remedy)
+    elif signal == signals.SIGKILL:
+        signature = named("process.sigkill", f"ended by {name}")
+    elif signal in CRASHES:
+        top = stack_fingerprint(run.stacks or run.log_tail)
+        signature = dataclasses.replace(named("process.segfault", f"ended by {name}"), fingerprint=top)
+    else:
+        signature = _from_log(run, f"ended by {name}")
+    killed = signal in (signals.SIGKILL, signals.SIGTERM, signals.SIGHUP)
+    return Verdict("killed" if killed else "failed", signature, reason)
+
+
+def _hang(run: Evidence) -> Signature:
+    found = deadlock(run.stacks)
+    cause = "compile.deadlock" if found else "process.hung"
+    evidence = found or f"no progress in stage {run.hung_stage}"
+    return dataclasses.replace(named(cause, evidence), fingerprint=stack_fingerprint(run.stacks))
+
+
+def deadlock(stacks: str) -> str | None:
+    """The two threads of a compile deadlock, or None.
+
+    One thread stands in autograd's engine in the middle of a compile (it traces a joint graph) while another
+    has compiler frames of its own: the engine's thread is the one that compiles a lazy backward. A thread
+    that waits for autograd outside any compile is an ordinary training step and proves nothing.
+    """
+    compiling = [t for t in threads(stacks) if any(_COMPILER.search(path) for path, _ in t[1])]
+    for waiter, frames in compiling:
+        if frames and _AUTOGRAD.search(frames[0][0]):
+            for other, _ in compiling:
+                if other != waiter:
+                    return f"{waiter} waits for autograd inside a compile while {other} compiles"
+    return None
+
+
+def _failure(run: Evidence) -> Signature | None:
+    """The signature of the job's own first failure event, or None if it told of none."""
+    failures = [e for e in run.events if e.get("event") == "failure"]
+    if not failures:
+        return None
+    first = min(failures, key=lambda e: finite(e.get("t")) or 0.0)
+    kind, message = str(first.get("type") or "failure"), str(first.get("message") or "")
+    said = f"{kind}: {message}"
+    traceback = str(first.get("traceback") or "")
+    # The traceback first: of a chain of exceptions the earliest is the root, and `said` is the last.
+    match = classify(f"{traceback}\n{said}")
+    printed = traceback if "Traceback (most recent call last)" in traceback else said.split("\n")[0]
+    if match is None or not match.failed:
+        return named("unknown", said.split("\n")[0][:300], printed)
+    before = [e for e in run.events if (finite(e.get("t")) or 0.0) <= (finite(first.get("t")) or 0.0)]
+    dense = rule("attention.dense_fallback")
+    warned = any(p.search(run.log_tail) for p in dense.warnings)
+    if match.cause in dense.explains and (warned or _uncompiled(before)):
+        return named(dense.cause, match.evidence, printed)
+    return Signature(match.cause, fingerprint(printed), match.evidence, match.remedy)
+
+
+def _from_log(run: Evidence, otherwise: str, code: int | None = None) -> Signature:
+    """A signature from the end of the log; `otherwise` is the evidence if the log is silent."""
+    lines = [line.strip() for line in run.log_tail.splitlines() if line.strip()]
+    if code == BAD_INPUT and lines and _SETTING.match(lines[-1]):
+        return named("workload.bad_setting", lines[-1][:300])
+    traceback = last_traceback(run.log_tail)
+    match = classify(run.log_tail)
+    if match and match.failed:
+        return Signature(match.cause, fingerprint(traceback or match.evidence), match.evidence, match.remedy)
+    last = lines[-1][:300] if lines else otherwise
+    return named("unknown", last, traceback)
+
+
+def _uncompiled(events: list[dict[str, Any]]) -> float:
+    """Attention calls that ran un-compiled though the strategy compiles attention."""
+    for event in events:
+        if event.get("event") in ("start", "counters") and event.get("compile") == "eager":
+            return 0.0
+    return float(totals(events, "uncompiled_calls").get("uncompiled_calls") or 0.0)
+
+
+def _exit(code: int | None, signal: int | None) -> tuple[int | None, int | None]:
+    """Exit status and signal; a shell's 128 + n, and subprocess's -n, are signal n."""
+    if signal is None and code is not None and code < 0:
+        return None, -code
+    if signal is None and code is not None and code - 128 in {int(s) for s in signals.Signals}:
+        return None, code - 128
+    return code, signal
+
+
+def _signal_name(signal: int) -> str:
+    try:
+        return signals.Signals(signal).name
+    except ValueError:
+        return f"signal {signal}"
