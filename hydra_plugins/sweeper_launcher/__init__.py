@@ -1,0 +1,1 @@
+"""Hydra finds a launcher only in a package of this namespace."""

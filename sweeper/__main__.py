@@ -1,0 +1,77 @@
+"""The command: `python -m sweeper [-m] key=value ...`, or `sweeper`.
+
+Exit status: 0 every planned run has a verdict; 3 some are not ok and strict=true; 2 a setting cannot work (one
+sentence on standard error, nothing started); 1 a fault of the harness; 130 after an interrupt.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from sweeper import help
+
+BAD_INPUT, INTERRUPTED = 2, 130
+
+
+def main() -> None:
+    """Entry point of the console script; ends the process with the status above."""
+    sys.exit(command(sys.argv[1:]))
+
+
+def command(arguments: list[str]) -> int:
+    """Do what the command line says; returns the exit status."""
+    if "--help" in arguments or "-h" in arguments:
+        print(help.text())
+        return 0
+    import hydra
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    from dflash.settings import SettingError
+    from sweeper.complaints import sentence
+
+    arguments = ["verbose=true" if word in ("-v", "--verbose") else word for word in arguments]
+    sys.argv = [sys.argv[0], *arguments]
+    # Hydra then raises instead of printing and leaving, so that what went wrong is ours to tell.
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    many = bool({"-m", "--multirun"} & set(arguments))
+    status = 0
+
+    def task(configs: Any) -> list[list[str]]:
+        nonlocal status
+        from sweeper.sweep import sweep
+
+        if len(configs) > 1 and not many:
+            varied = " ".join(word for word in arguments if "," in word)
+            raise SettingError(*varied.partition("=")[::2], "several levels make a sweep; say so with -m")
+        result = sweep(configs)
+        status = result.status
+        return result.verdicts
+
+    with tempfile.TemporaryDirectory(prefix="sweeper-") as scratch:
+        _resolvers(scratch)
+        try:
+            hydra.main(version_base="1.3", config_path=str(help.CONF), config_name="config")(task)()
+        except (HydraException, OmegaConfBaseException, SettingError) as error:
+            print(f"sweeper: {sentence(error, arguments)}", file=sys.stderr)
+            return BAD_INPUT
+        except KeyboardInterrupt:
+            return INTERRUPTED
+    return status
+
+
+def _resolvers(scratch: str) -> None:
+    """What conf/ may interpolate: files that come with the trainer, and a folder for what Hydra writes for itself."""
+    from omegaconf import OmegaConf
+
+    examples = Path(help.CONF).parent / "dflash" / "data" / "examples"
+    OmegaConf.register_new_resolver("example", lambda name: str(examples / name), replace=True)
+    OmegaConf.register_new_resolver("scratch", lambda: scratch, replace=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""What `--help` prints, read from conf/ itself, and the settings there are. No Hydra: it must come at once."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+CONF = Path(__file__).resolve().parent.parent / "conf"
+GROUPS = {
+    "compile": "how the drafter's forward becomes callable",
+    "cache": "what the compile caches hold when a run starts",
+    "isolation": "what a worker is",
+    "wheel": "which Python environment runs it",
+    "workload": "what is trained",
+    "tracking": "where else the results go",
+}
+EXAMPLES = """\
+usage: sweeper [-m] [-v] [key=value ...]          (or: python -m sweeper ...)
+
+  sweeper                                         train one drafter with the defaults
+  sweeper -m compile=locked,whole cache=warm,cold a run for each combination; start it again to resume
+  sweeper -m compile=locked,unlocked repeat=5     five repeats of each cell, in shuffled blocks
+  sweeper -m compile=locked,whole dry=true        the plan: order, what is done, estimated time
+  sweeper -m compile=locked,whole rerun=failed    do failed runs again
+  sweeper drafter.layers=5 data.path=my.jsonl     any setting of the trainer; --cfg job lists them all
+  sweeper workload=command 'workload.argv=[python,train.py,{spec},{out}]'   any other training command
+"""
+NOTES = """\
+exit status: 0 every planned run has a verdict, 2 a setting cannot work, 3 strict=true and some run is not ok,
+             1 a fault of the harness, 130 interrupted (Ctrl-C once: end this run cleanly; twice: at once)
+more:        --cfg job  composed settings     --info  where they come from     --hydra-help  Hydra's own options
+             tab completion: eval "$(sweeper -sc install=bash)"
+"""
+
+
+def text() -> str:
+    """The whole help text."""
+    defaults = {
+        name: level
+        for entry in _config()["defaults"]
+        if isinstance(entry, dict)
+        for name, level in entry.items()
+    }
+    parts = [EXAMPLES, "factors and their levels (* is the default):"]
+    for group, what in GROUPS.items():
+        parts.append(f"  {group}: {what}")
+        for level in levels(group):
+            mark = "*" if defaults.get(group) == level else " "
+            parts.append(f"   {mark}{level:<11} {about(group, level)}")
+    parts.append("\nsettings:")
+    for name, (value, comment) in top_level().items():
+        parts.append(
+            f"  {name + '=' + value:<19} {comment}"
+            if len(value) < 14
+            else f"  {name}\n{'':<22}{comment}; {value}"
+        )
+    return "\n".join([*parts, "", NOTES])
+
+
+def levels(group: str) -> list[str]:
+    """The levels of a config group: its files."""
+    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+
+
+def about(group: str, level: str) -> str:
+    """The one line that a level's file says of itself."""
+    content = _load(CONF / group / f"{level}.yaml")
+    return str(content.get("about") or content.get("workload", {}).get("about", ""))
+
+
+def top_level() -> dict[str, tuple[str, str]]:
+    """Settings of conf/config.yaml: {name: (default as written, the comment above it)}."""
+    found, comment = {}, ""
+    for line in (CONF / "config.yaml").read_text().splitlines():
+        if line.startswith("# "):
+            comment = line[2:]
+        elif line and not line.startswith((" ", "#")):
+            name, _, value = line.partition(":")
+            if value.strip():
+                found[name] = (value.strip(), comment)
+            comment = ""
+    return found
+
+
+@functools.cache
+def known_keys() -> list[str]:
+    """Every key that a command line can set, dotted."""
+    keys: set[str] = set(GROUPS)
+    for path in [CONF / "config.yaml", *(CONF / "workload").glob("*.yaml")]:
+        prefix = (
+            "" if path.name == "config.yaml" or "_global_" in path.read_text().split("\n")[0] else "workload."
+        )
+        keys.update(_flatten(_load(path), prefix))
+    return sorted(
+        key for key in keys if not key.startswith(("hydra", "defaults")) and not key.endswith("about")
+    )
+
+
+def _flatten(values: dict[str, Any], prefix: str) -> list[str]:
+    found = []
+    for key, value in values.items():
+        found.append(prefix + key)
+        if isinstance(value, dict):
+            found += _flatten(value, f"{prefix}{key}.")
+    return found
+
+
+def _config() -> dict[str, Any]:
+    return _load(CONF / "config.yaml")
+
+
+def _load(path: Path) -> dict[str, Any]:
+    content = yaml.safe_load(path.read_text())
+    return content if isinstance(content, dict) else {}

@@ -1,0 +1,286 @@
+"""One run, told top to bottom: claim, caches, child, verdict, record. A run is an outcome, never an exception."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from filelock import FileLock, Timeout
+
+from sweeper import caches, store, supervisor
+from sweeper.measure import figures
+from sweeper.spec import Options, Run
+from sweeper.verdict import Evidence, judge
+
+
+@dataclass
+class Session:
+    """What all runs of one harness share. `interrupted` counts the interrupts so far."""
+
+    options: Options
+    sweep: str
+    display: Any
+    tracking: Any
+    interrupted: Callable[[], int]
+    # Snapshot keys whose priming failed in this session, and why: it is not tried again for each repeat.
+    unprimed: dict[str, str] = field(default_factory=dict)
+    began: float = field(default_factory=time.time)
+
+    @property
+    def folder(self) -> Path:
+        return self.options.folder
+
+
+def execute(run: Run, session: Session, index: int, estimate: float | None = None) -> Path | None:
+    """Do `run` once and record it; returns its directory, None when an interrupt came before it started.
+
+    Never raises on what the child does, nor on a disk that cannot be written: then the verdict says so.
+    """
+    not_warm = ""
+    if run.cell["cache"] == "warm" and not run.skip:
+        not_warm = _ensure_snapshot(run, session, index)
+    if session.interrupted():
+        return None
+    began = time.time()
+    folder, attempt = store.claim(session.folder, run)
+    session.display.run_started(index, run.label, estimate)
+    record = _Record(run, session, folder, attempt, began)
+    try:
+        if run.skip:
+            verdict = record.close(supervisor.Outcome(ended_by="skipped", reason=run.skip), None)
+        else:
+            verdict = _run_child(record, not_warm, index)
+    except OSError as error:
+        verdict = _unwritable(record, error)
+    session.tracking.finish(folder)
+    session.display.run_ended(run.label, verdict)
+    return folder
+
+
+@dataclass
+class _Record:
+    """The files of one attempt that the harness writes."""
+
+    run: Run
+    session: Session
+    folder: Path
+    attempt: int
+    began: float
+
+    @property
+    def caches(self) -> Path:
+        return self.folder / store.CACHES
+
+    def open(self, argv: list[str], env: dict[str, str]) -> None:
+        wheel = self.run.wheel
+        store.write(
+            self.folder / store.RUN_FILE,
+            {
+                "identity": self.run.identity,
+                "cell_id": self.run.cell_id,
+                "cell": self.run.cell,
+                "repeat": self.run.repeat,
+                "attempt": self.attempt,
+                "role": self.run.role,
+                "sweep": self.session.sweep,
+                "wheel": wheel.to_dict(),
+                "facts": self.run.facts,
+                "snapshot": self.run.snapshot_key(),
+                "argv": argv,
+                "env": env,
+                "started": self.began,
+                **store.who_am_i(),
+            },
+        )
+        store.write(self.folder / store.SPEC_FILE, self.run.spec)
+
+    def close(self, outcome: supervisor.Outcome, cache: dict[str, Any] | None) -> dict[str, Any]:
+        """Judge and write the verdict; returns what was written."""
+        if outcome.ended_by == "skipped":
+            self.open([], {})
+        verdict = judge(
+            Evidence(
+                exit_code=outcome.exit_code,
+                signal=outcome.signal,
+                ended_by=cast(Literal["itself", "hung", "interrupt", "skipped"], outcome.ended_by),
+                hung_stage=outcome.hung_stage,
+                events=outcome.events,
+                bad_events=outcome.bad_events,
+                log_tail=outcome.log_tail,
+                stacks=outcome.stacks,
+                cache=cache,
+                reason=outcome.reason,
+            )
+        )
+        if verdict.verdict == "ok" and self.run.cell["cache"] == "cold" and self.caches.exists():
+            self._donate()
+        shutil.rmtree(self.caches, ignore_errors=True)
+        ended = time.time()
+        child = outcome.ended - outcome.started
+        told = {
+            **verdict.to_dict(),
+            "figures": figures(outcome.events).to_dict(),
+            "cache": cache,
+            "exit": {"code": outcome.exit_code, "signal": outcome.signal},
+            "ended_by": outcome.ended_by,
+            "hung_stage": outcome.hung_stage,
+            "bad_events": outcome.bad_events,
+            "started": self.began,
+            "ended": ended,
+            "wall_s": round(ended - self.began, 3),
+            "child_s": round(child, 3),
+            "overhead_s": round(ended - self.began - child, 3),
+            "attempt": self.attempt,
+            "sweeps": [self.session.sweep],
+        }
+        store.write(self.folder / store.VERDICT_FILE, told)
+        return told
+
+    def _donate(self) -> None:
+        """Give the caches of this run as the snapshot of its key, if there is none yet."""
+        made_from = {"run": self.folder.name, "versions": self.run.wheel.versions}
+        try:
+            caches.donate(self.session.folder, self.run.snapshot_key(), self.caches, made_from)
+        except OSError as error:
+            self.session.display.note(f"no snapshot was made of {self.folder.name}: {error}")
+
+
+def _run_child(record: _Record, not_warm: str, index: int) -> dict[str, Any]:
+    run, session, folder = record.run, record.session, record.folder
+    caches.layout(record.caches)
+    argv = [_fill(word, record) for word in run.workload.argv]
+    env = supervisor.environment(folder, caches.environment(record.caches))
+    record.open(argv, env)
+    if run.cell["cache"] == "warm" and not not_warm:
+        not_warm = _take_snapshot(record, index)
+    session.tracking.start(folder)
+    before = caches.count(record.caches)
+    if session.interrupted():
+        now = time.time()
+        return record.close(supervisor.Outcome(ended_by="interrupt", started=now, ended=now), None)
+    outcome = supervisor.supervise(
+        argv,
+        folder,
+        env,
+        budget=session.options.budget,
+        grace=session.options.grace,
+        interrupted=session.interrupted,
+        on_event=session.display.event,
+        on_log=session.display.log_line if session.options.verbose else None,
+        on_tick=lambda: session.tracking.tick(folder),
+    )
+    after = caches.count(record.caches)
+    cache = caches.proof(run.cell["cache"], before, after, outcome.events, not_warm)
+    return record.close(outcome, cache)
+
+
+def _fill(word: str, record: _Record) -> str:
+    """Put the paths of this attempt into a word of the workload's command."""
+    for name, value in (
+        ("{python}", record.run.wheel.python),
+        ("{spec}", str(record.folder / store.SPEC_FILE)),
+        ("{out}", str(record.folder)),
+    ):
+        word = word.replace(name, value)
+    return word
+
+
+def _ensure_snapshot(run: Run, session: Session, index: int) -> str:
+    """See to it that there is a snapshot for `run`, by a priming run if need be; returns why there is none."""
+    key = run.snapshot_key()
+    if key in session.unprimed:
+        return session.unprimed[key]
+    if caches.has_snapshot(session.folder, key):
+        return ""
+    with held(
+        session, f"snapshot-{key[:24]}", lambda: f"waiting for another harness that primes {run.label}"
+    ) as mine:
+        if not mine or caches.has_snapshot(session.folder, key):
+            return ""
+        session.display.note(f"no snapshot for {run.label}: priming first")
+        folder = execute(run.prime(), session, index)
+        if session.interrupted() or caches.has_snapshot(session.folder, key):
+            return ""
+        assert folder is not None
+        verdict = store.attempt(folder).verdict or {}
+        cause = (verdict.get("signature") or {}).get("cause", "")
+        why = f"no snapshot: the priming run {folder.name} ended {verdict.get('verdict')} {cause}".strip()
+        session.unprimed[key] = why
+        return why
+
+
+def _take_snapshot(record: _Record, index: int) -> str:
+    """Copy the snapshot into the run's caches; one that is damaged is set aside and made again, once."""
+    key = record.run.snapshot_key()
+    try:
+        caches.take(record.session.folder, key, record.caches)
+        return ""
+    except caches.SnapshotFault as fault:
+        record.session.display.note(f"{record.folder.name}: {fault}")
+    why = _ensure_snapshot(record.run, record.session, index)
+    if why or record.session.interrupted():
+        return why
+    try:
+        caches.take(record.session.folder, key, record.caches)
+        return ""
+    except caches.SnapshotFault as fault:
+        return str(fault)
+
+
+def _unwritable(record: _Record, error: OSError) -> dict[str, Any]:
+    """The verdict of a run whose directory could not be written; room is made first, so that it may be recorded."""
+    session = record.session
+    shutil.rmtree(record.caches, ignore_errors=True)
+    session.display.note(f"{record.folder.name}: the harness could not write ({error})")
+    said = f"OSError: {error}"
+    evidence = Evidence(
+        None, None, "itself", None, [], 0, said, "", None, f"the harness could not write: {error}"
+    )
+    told = {
+        **judge(evidence).to_dict(),
+        "figures": figures([]).to_dict(),
+        "cache": None,
+        "exit": {"code": None, "signal": None},
+        "ended_by": "harness",
+        "started": record.began,
+        "ended": time.time(),
+        "wall_s": round(time.time() - record.began, 3),
+        "child_s": None,
+        "overhead_s": None,
+        "attempt": record.attempt,
+        "sweeps": [session.sweep],
+    }
+    try:
+        store.write(record.folder / store.VERDICT_FILE, told)
+    except OSError:
+        session.display.note(f"{record.folder.name}: nor its verdict, {told['verdict']}: {told['reason']}")
+    return told
+
+
+@contextmanager
+def held(session: Session, name: str, waiting: Callable[[], str]) -> Iterator[bool]:
+    """Hold a lock between the harnesses of one store; False when an interrupt came first.
+
+    `waiting` says, once, what is waited for.
+    """
+    locks = session.folder / "locks"
+    locks.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(locks / f"{name}.lock")
+    said = False
+    while not session.interrupted():
+        try:
+            lock.acquire(timeout=0 if not said else 0.5)
+            break
+        except Timeout:
+            if not said:
+                session.display.note(waiting())
+                said = True
+    try:
+        yield lock.is_locked
+    finally:
+        lock.release()

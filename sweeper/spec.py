@@ -1,0 +1,321 @@
+"""What a run is: typed, validated, with an identity.
+
+`read` turns the composed configurations of a sweep's cells into Options (how the harness goes about it) and
+Runs (what a child is told). It raises SettingError, in one sentence, on anything that can be known to fail
+without starting; nothing has been written when it does.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import json
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from dflash import models
+from dflash.events import STAGES
+from dflash.settings import JobSettings, SettingError, Split
+from sweeper import machine, wheels
+
+FACTORS = ("wheel", "cache", "compile", "split", "isolation")
+ORDERS = ("random", "given")
+# What a child is told beside the sections of its workload.
+SHARED = ("compile", "split", "isolation", "device", "seed")
+
+
+@dataclass
+class Options:
+    """How the harness goes about a sweep; the same for all its cells and no part of a run's identity."""
+
+    store: str = "./runs"
+    repeat: int = 1
+    order: str = "random"
+    dry: bool = False
+    rerun: str = "none"
+    strict: bool = False
+    verbose: bool = False
+    experiment: str = "dflash"
+    grace: float = 10.0
+    budget: dict[str, float] = field(default_factory=dict)
+    tracking: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.store).expanduser().absolute()
+
+    def check(self) -> None:
+        """Raise SettingError on values that cannot work."""
+        if not 1 <= self.repeat <= 10_000:
+            raise SettingError("repeat", self.repeat, "must be from 1 to 10000")
+        if self.order not in ORDERS:
+            raise SettingError("order", self.order, f"must be one of {', '.join(ORDERS)}")
+        if self.grace < 0:
+            raise SettingError("grace", self.grace, "must be 0 or more seconds")
+        for stage, seconds in self.budget.items():
+            if stage not in STAGES:
+                raise SettingError(f"budget.{stage}", seconds, f"unknown stage; known: {', '.join(STAGES)}")
+            if not seconds > 0:
+                raise SettingError(f"budget.{stage}", seconds, "must be more than 0 seconds")
+        for stage in STAGES:
+            if stage not in self.budget:
+                raise SettingError("budget", self.budget, f"must give seconds for the stage {stage}")
+        _check_store(self.folder)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The training command; `{python}`, `{spec}` and `{out}` in argv are filled in when a run starts."""
+
+    name: str
+    argv: tuple[str, ...]
+    sections: tuple[str, ...] = ()
+    code: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a cell. `spec` is what the child is told; `skip` says why it cannot run by nature, if so."""
+
+    cell: dict[str, str]
+    spec: dict[str, Any]
+    workload: Workload
+    wheel: wheels.Wheel
+    facts: dict[str, Any]  # what `spec` means on this machine: content of inputs and code, see `_facts`
+    repeat: int = 1
+    role: str = "cell"  # cell | prime
+    skip: str = ""
+
+    @property
+    def cell_id(self) -> str:
+        """Identity of the cell (hex): all that a run computes from, less the number of the repeat."""
+        return _hash({**self.facts, "cache": self.cell["cache"], "role": self.role})
+
+    @property
+    def identity(self) -> str:
+        """Identity of the run (hex); two runs with the same one are the same experiment done again."""
+        return _hash([self.cell_id, self.repeat])
+
+    @property
+    def label(self) -> str:
+        """The cell in words, for people."""
+        parts = [self.cell[name] for name in ("compile", "cache", "split", "isolation")]
+        parts += [f"{key}={value}" for key, value in self.cell.items() if key not in FACTORS]
+        prefix = "prime " if self.role == "prime" else ""
+        return prefix + " ".join(parts) + (f" #{self.repeat}" if self.repeat > 1 else "")
+
+    def slug(self, attempt: int) -> str:
+        """Name of the run's directory: readable, safe in a shell, at most 120 characters."""
+        words = re.sub(r"[^A-Za-z0-9.=]+", "-", self.label.split(" #")[0])[:80].strip("-.")
+        return f"{words}-{self.identity[:12]}-r{self.repeat}.a{attempt}"
+
+    def snapshot_key(self) -> str:
+        """Which compile caches fit this run (hex): environment, device, strategy, geometry and code."""
+        settings = json.loads(json.dumps(self.facts["settings"]))
+        settings.pop("seed")
+        for section, name in (("train", "steps"), ("train", "steady_after"), ("data", "path")):
+            settings.get(section, {}).pop(name, None)
+        return _hash({**self.facts, "settings": settings})
+
+    def prime(self) -> Run:
+        """The run that fills the caches for this one: the same, cold, and only as long as it takes to be steady."""
+        spec, facts = json.loads(json.dumps([self.spec, self.facts]))
+        for settings in (spec, facts["settings"]):
+            if "train" in settings:
+                settings["train"]["steps"] = min(
+                    settings["train"]["steps"], settings["train"]["steady_after"] + 2
+                )
+        return replace(
+            self, cell=self.cell | {"cache": "cold"}, spec=spec, facts=facts, repeat=1, role="prime", skip=""
+        )
+
+    def repeated(self, repeat: int) -> Run:
+        return replace(self, repeat=repeat)
+
+
+def read(configs: Sequence[DictConfig]) -> tuple[Options, list[Run]]:
+    """Options and one Run per configuration, in order; configurations that mean the same give equal runs.
+
+    Raises SettingError.
+    """
+    options = [_options(config) for config in configs]
+    for one in options[1:]:
+        for name, value in asdict(one).items():
+            if value != getattr(options[0], name):
+                raise SettingError(
+                    name, f"{getattr(options[0], name)},{value}", "must be the same in every cell"
+                )
+    options[0].check()
+    swept = _swept(configs)
+    return options[0], [_run(config, swept, options[0]) for config in configs]
+
+
+def _options(config: DictConfig) -> Options:
+    given = {name: config[name] for name in Options.__dataclass_fields__ if name != "tracking"}
+    plain: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Options), given))
+    tracking = OmegaConf.to_container(config.tracking, resolve=True)
+    return replace(plain, tracking={"name": config.hydra.runtime.choices["tracking"], **tracking})
+
+
+def _swept(configs: Sequence[DictConfig]) -> list[str]:
+    """Keys, other than the factors, that the command line gave different values in different cells."""
+    values: dict[str, set[str]] = {}
+    for config in configs:
+        for override in config.hydra.overrides.task:
+            key, _, value = override.lstrip("+~").partition("=")
+            values.setdefault(key, set()).add(value)
+    return [key for key, seen in values.items() if len(seen) > 1 and key not in FACTORS]
+
+
+def _run(config: DictConfig, swept: Iterable[str], options: Options) -> Run:
+    settings: Any = OmegaConf.to_container(
+        OmegaConf.masked_copy(config, [key for key in config if key != "hydra"]),
+        resolve=True,
+        throw_on_missing=True,
+    )
+    choices = config.hydra.runtime.choices
+    workload = _workload(settings["workload"])
+    known = {*Options.__dataclass_fields__, *FACTORS, *SHARED, *workload.sections, "workload"}
+    for key in settings:
+        if key not in known:
+            raise SettingError(key, settings[key], f"unknown setting; known: {', '.join(sorted(known))}")
+    wheel = wheels.current()
+    levels = {name: str(choices[name]) for name in FACTORS if name != "split"}
+    cell = levels | {"split": str(settings["split"])}
+    cell = {name: cell[name] for name in FACTORS}
+    for key in swept:
+        cell[key] = str(choices[key]) if key in choices else str(OmegaConf.select(config, key))
+    spec = {
+        "compile": levels["compile"],
+        "split": settings["split"],
+        "isolation": levels["isolation"],
+        "device": _device(settings["device"], wheel),
+        "seed": settings["seed"],
+        **{name: settings[name] for name in workload.sections},
+    }
+    _check_split(spec["split"], spec["device"])
+    if type(spec["seed"]) is not int or spec["seed"] < 0:
+        raise SettingError("seed", spec["seed"], "must be a whole number from 0")
+    if workload.name == "dflash":
+        spec = _job(spec)
+    needs_cuda = workload.name == "dflash" and spec["compile"] == "triton" and spec["device"] == "cpu"
+    return Run(
+        cell=cell,
+        spec=spec,
+        workload=workload,
+        wheel=wheel,
+        facts=_facts(spec, workload, wheel),
+        skip="needs CUDA" if needs_cuda else "",
+    )
+
+
+def _workload(given: dict[str, Any]) -> Workload:
+    for name in ("argv", "sections", "code"):
+        value = given.get(name)
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise SettingError(f"workload.{name}", value, "must be a list of strings")
+    if not given["argv"]:
+        raise SettingError("workload.argv", "[]", "must be a command and its arguments")
+    for path in given["code"]:
+        if not Path(path).is_file():
+            raise SettingError("workload.code", path, "must be existing files")
+    return Workload(given["name"], *(tuple(given[name]) for name in ("argv", "sections", "code")))
+
+
+def _job(spec: dict[str, Any]) -> dict[str, Any]:
+    """The spec of a dflash job, checked as far as it can be without loading anything."""
+    job = JobSettings.from_dict(spec)
+    job.check()
+    job.data.path = os.path.abspath(os.path.expanduser(job.data.path))
+    if not os.path.isfile(job.data.path) or not os.access(job.data.path, os.R_OK):
+        raise SettingError(
+            "data.path", job.data.path, "must be a readable file of chats, one JSON object a line"
+        )
+    job.target.models_dir = os.path.abspath(os.path.expanduser(job.target.models_dir))
+    models.check(job.target.model, job.target.models_dir)
+    if os.path.isdir(job.target.model):
+        job.target.model = os.path.abspath(job.target.model)
+    return job.to_dict()
+
+
+def _device(asked: Any, wheel: wheels.Wheel) -> str:
+    if asked not in ("auto", "cpu", "cuda"):
+        raise SettingError("device", asked, "must be one of auto, cpu, cuda")
+    if asked == "cuda" and not machine.gpus():
+        raise SettingError("device", asked, "this machine shows no NVIDIA GPU; use cpu or auto")
+    if asked == "cuda" and not wheel.computes_on_gpu:
+        torch = wheel.versions.get("torch", "not installed")
+        raise SettingError("device", asked, f"torch here is {torch}, a build without CUDA; use cpu or auto")
+    if asked == "auto":
+        return "cuda" if machine.gpus() and wheel.computes_on_gpu else "cpu"
+    return str(asked)
+
+
+def _check_split(text: Any, device: str) -> None:
+    split = Split.parse(text)
+    wanted = split.targets + split.drafters
+    if device == "cuda" and wanted > machine.gpus():
+        raise SettingError("split", text, f"needs {wanted} GPUs and this machine shows {machine.gpus()}")
+    if device == "cpu" and wanted > machine.CPU_WORKERS:
+        raise SettingError(
+            "split", text, f"on CPU targets and drafters together must be at most {machine.CPU_WORKERS}"
+        )
+
+
+def _check_store(folder: Path) -> None:
+    place = folder
+    while not os.path.lexists(place):
+        place = place.parent
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK) or _read_only(place):
+        raise SettingError("store", folder, f"must be a folder that can be written, and {place} cannot")
+
+
+def _read_only(place: Path) -> bool:
+    # Mode bits do not tell for root, nor on read-only and synthetic file systems; free inodes do not lie there.
+    facts = os.statvfs(place)
+    return bool(facts.f_flag & os.ST_RDONLY) or str(place.resolve()).startswith(("/proc", "/sys"))
+
+
+def _facts(spec: dict[str, Any], workload: Workload, wheel: wheels.Wheel) -> dict[str, Any]:
+    """All that decides what a run computes, with paths replaced by the content they name."""
+    settings = json.loads(json.dumps(spec))
+    if workload.name == "dflash":
+        settings["data"]["path"] = _file_hash(spec["data"]["path"])
+        del settings["target"]["models_dir"]
+        settings["target"]["model"] = models.identity(spec["target"]["model"], spec["target"]["models_dir"])
+        code = _package_hash("dflash")
+    else:
+        scripts = sorted(arg for arg in {*workload.argv, *workload.code} if os.path.isfile(arg))
+        code = _hash([[path, _file_hash(os.path.abspath(path))] for path in scripts])
+    return {
+        "workload": workload.name,
+        "argv": list(workload.argv),
+        "settings": settings,
+        "wheel": wheel.fingerprint,
+        "code": code,
+    }
+
+
+@functools.cache
+def _package_hash(name: str) -> str:
+    found = importlib.util.find_spec(name)
+    roots = [Path(place) for place in (found and found.submodule_search_locations) or ()]
+    files = sorted(path for root in roots for path in root.rglob("*.py"))
+    return _hash([[path.name, _file_hash(str(path))] for path in files])
+
+
+@functools.cache
+def _file_hash(path: str) -> str:
+    with open(path, "rb") as file:
+        return "sha256:" + hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _hash(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

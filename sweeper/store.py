@@ -1,0 +1,222 @@
+"""The store's folders: attempts of runs, their records, and what a harness that died left behind.
+
+    runs/<slug>/   one attempt of one run      sweeps/<id>/   plan and table      locks/, snapshots/, models/
+
+A record is written whole or not at all (beside, flushed, renamed), so whoever reads one reads the truth.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from dflash.events import EVENTS_FILE, EventReader
+from sweeper.measure import figures
+from sweeper.spec import Run
+from sweeper.verdict import Verdict, named
+
+RUN_FILE = "run.json"
+SPEC_FILE = "spec.json"
+VERDICT_FILE = "verdict.json"
+CACHES = "caches"
+# A run's record is written at once after its directory is made; one that has none for so long will get none.
+UNRECORDED_S = 60.0
+UNFINISHED = ("sweep.interrupted", "sweep.harness_died")
+
+_NAME = re.compile(r"-([0-9a-f]{12})-r(\d+)\.a(\d+)$")
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One attempt of a run, as recorded. `verdict` is None while it runs or when nobody wrote one."""
+
+    folder: Path
+    run: dict[str, Any]
+    verdict: dict[str, Any] | None
+
+    @property
+    def number(self) -> int:
+        match = _NAME.search(self.folder.name)
+        return int(match[3]) if match else 0
+
+    @property
+    def cause(self) -> str:
+        return str(((self.verdict or {}).get("signature") or {}).get("cause", ""))
+
+    @property
+    def done(self) -> bool:
+        """True when this attempt need not be made again by itself."""
+        return self.verdict is not None and self.cause not in UNFINISHED
+
+    def matches(self, rerun: str) -> bool:
+        """Whether `rerun=` asks to do this finished attempt again."""
+        verdict = self.verdict or {}
+        if rerun in ("none", "all"):
+            return rerun == "all"
+        if rerun == "failed":
+            return verdict.get("verdict") in ("failed", "hung", "killed")
+        return rerun in (self.cause, (verdict.get("signature") or {}).get("fingerprint"))
+
+
+def write(path: Path, value: Any) -> None:
+    """Write JSON (or text) whole: beside, flushed to disk, renamed. Raises OSError."""
+    text = value if isinstance(value, str) else json.dumps(value, indent=1, default=str) + "\n"
+    part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(part, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def claim(store: Path, run: Run) -> tuple[Path, int]:
+    """Make the directory of the run's next attempt; no two callers ever get the same. Raises OSError."""
+    runs = store / "runs"
+    runs.mkdir(parents=True, exist_ok=True)
+    number = max((one.number for one in attempts(store, run)), default=0) + 1
+    while True:
+        folder = runs / run.slug(number)
+        try:
+            folder.mkdir()
+            return folder, number
+        except FileExistsError:
+            number += 1
+
+
+def attempts(store: Path, run: Run) -> list[Attempt]:
+    """The attempts of one run, oldest first."""
+    found = (store / "runs").glob(f"*-{run.identity[:12]}-r{run.repeat}.a*")
+    return sorted((attempt(folder) for folder in found), key=lambda one: one.number)
+
+
+def history(store: Path) -> dict[str, list[Attempt]]:
+    """Every recorded attempt in the store, by the run's identity, oldest first."""
+    found: dict[str, list[Attempt]] = {}
+    for folder in _folders(store):
+        one = attempt(folder)
+        if "identity" in one.run:
+            found.setdefault(one.run["identity"], []).append(one)
+    for several in found.values():
+        several.sort(key=lambda one: one.number)
+    return found
+
+
+def estimate(past: dict[str, list[Attempt]], run: Run) -> float | None:
+    """Seconds that the run will take, from runs of the same cell that ended by themselves; None if there are none."""
+    known = [
+        float(one.verdict["wall_s"])
+        for several in past.values()
+        for one in several
+        if one.run.get("cell_id") == run.cell_id and one.verdict and one.done
+    ]
+    return statistics.median(known) if known else None
+
+
+def adopt(old: Attempt, run: Run, sweep: str) -> None:
+    """Record that `sweep` counts this attempt as its own. Raises OSError."""
+    assert old.verdict is not None
+    if sweep not in old.verdict.get("sweeps", []):
+        old.verdict["sweeps"] = [*old.verdict.get("sweeps", []), sweep]
+        write(old.folder / VERDICT_FILE, old.verdict)
+    # Another sweep may vary a setting that this run's first sweep did not name; both names are true of it.
+    cell = old.run.get("cell", {}) | run.cell
+    if cell != old.run.get("cell"):
+        old.run["cell"] = cell
+        write(old.folder / RUN_FILE, old.run)
+
+
+def reconcile(store: Path) -> list[Path]:
+    """Give every run whose harness died its verdict; returns their directories. Its processes died with it."""
+    closed = []
+    for folder in _folders(store):
+        if (folder / VERDICT_FILE).exists() or _alive(folder):
+            continue
+        run = _read(folder / RUN_FILE) or {}
+        reader = EventReader(folder / EVENTS_FILE)
+        events = list(reader.poll())
+        started = float(run.get("started") or folder.stat().st_mtime)
+        ended = float(events[-1]["t"]) if events else started
+        why = "the harness died before this run had a verdict"
+        verdict = Verdict("killed", named("sweep.harness_died", why), why)
+        shutil.rmtree(folder / CACHES, ignore_errors=True)
+        write(
+            folder / VERDICT_FILE,
+            {
+                **verdict.to_dict(),
+                "figures": figures(events).to_dict(),
+                "cache": None,
+                "exit": {"code": None, "signal": None},
+                "ended_by": "harness",
+                "started": started,
+                "ended": ended,
+                "wall_s": round(ended - started, 3),
+                "child_s": None,
+                "overhead_s": None,
+                "attempt": run.get("attempt"),
+                "sweeps": [run["sweep"]] if run.get("sweep") else [],
+            },
+        )
+        closed.append(folder)
+    return closed
+
+
+def holder(store: Path, run: Run) -> int | None:
+    """Pid of the harness that is at work on this run, if its record says so."""
+    for one in reversed(attempts(store, run)):
+        if one.verdict is None and "harness_pid" in one.run:
+            return int(one.run["harness_pid"])
+    return None
+
+
+def who_am_i() -> dict[str, Any]:
+    """What tells this harness from any other, also after its pid is used again."""
+    return {
+        "host": socket.gethostname(),
+        "harness_pid": os.getpid(),
+        "harness_started": psutil.Process().create_time(),
+    }
+
+
+def _alive(folder: Path) -> bool:
+    run = _read(folder / RUN_FILE)
+    if run is None:
+        return time.time() - folder.stat().st_mtime < UNRECORDED_S
+    if run.get("host") != socket.gethostname():
+        return True  # not ours to judge from here
+    try:
+        return bool(psutil.Process(run["harness_pid"]).create_time() == run["harness_started"])
+    except (psutil.Error, KeyError):
+        return False
+
+
+def _folders(store: Path) -> Iterator[Path]:
+    runs = store / "runs"
+    if runs.is_dir():
+        yield from sorted(entry for entry in runs.iterdir() if _NAME.search(entry.name) and entry.is_dir())
+
+
+def _attempt(folder: Path) -> Attempt:
+    return Attempt(folder, _read(folder / RUN_FILE) or {}, _read(folder / VERDICT_FILE))
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None

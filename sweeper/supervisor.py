@@ -1,0 +1,322 @@
+"""One child process: start it on a leash, follow what it reports, notice a hang, take stacks, end the whole tree."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from dflash.events import EVENTS_FILE, STACKS_FILE, STAGES, EventReader
+
+LOG_FILE = "child.log"
+LOG_TAIL = 64 * 1024  # bytes of the log that are looked at; the file itself keeps everything
+POLL_S = 0.1
+TICK_S = 5.0
+STACKS_S = 20.0  # for py-spy on one process
+RUN_MARK = "SWEEPER_RUN"  # in the environment of every process of a run: its directory
+
+# What a child may see of the environment of the harness.
+ALLOWED = (
+    *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV"),
+    *("HF_HOME", "CC", "CXX"),
+)
+ALLOWED_PREFIXES = (
+    "LC_",
+    "CUDA_",
+    "NVIDIA_",
+    "NCCL_",
+    "OMP_",
+    "MKL_",
+    "TORCH",
+    "PYTORCH_",
+    "TRITON_",
+    "SLURM_",
+)
+SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL")
+# Events that tell of the run and not of its going on.
+NO_PROGRESS = ("memory", "counters", "warning")
+
+
+@dataclass
+class Outcome:
+    """How a child ended. `ended_by` is itself, hung or interrupt; times are Unix seconds."""
+
+    exit_code: int | None = None
+    signal: int | None = None
+    ended_by: str = "itself"
+    hung_stage: str | None = None
+    events: list[dict[str, Any]] = field(default_factory=list)
+    bad_events: int = 0
+    log_tail: str = ""
+    stacks: str = ""
+    reason: str = ""
+    started: float = 0.0
+    ended: float = 0.0
+
+
+def environment(run_dir: Path, extra: Mapping[str, str]) -> dict[str, str]:
+    """The child's environment: what is allow-listed here, never a secret, then what the harness decides."""
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if (name in ALLOWED or name.startswith(ALLOWED_PREFIXES))
+        and not any(x in name.upper() for x in SECRET)
+    }
+    return env | {
+        "PYTHONFAULTHANDLER": "1",
+        "PYTHONUNBUFFERED": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        RUN_MARK: str(run_dir),
+        **extra,
+    }
+
+
+def supervise(
+    argv: Sequence[str],
+    run_dir: Path,
+    env: Mapping[str, str],
+    *,
+    budget: Mapping[str, float],
+    grace: float,
+    interrupted: Callable[[], int],
+    on_event: Callable[[dict[str, Any]], None] = lambda event: None,
+    on_log: Callable[[str], None] | None = None,
+    on_tick: Callable[[], None] = lambda: None,
+) -> Outcome:
+    """Run `argv` until it and all it started have ended.
+
+    `interrupted` counts the interrupts so far: at one the child is asked to stop and killed after `grace`
+    seconds, at two its tree is killed at once. `budget` gives, per stage, the seconds without progress after
+    which a child counts as hung. Raises OSError when the run's directory cannot be written.
+    """
+    outcome = Outcome(started=time.time())
+    log = run_dir / LOG_FILE
+    ours, theirs = socket.socketpair()
+    leash = Path(__file__).with_name("leash.py")
+    with theirs, open(log, "ab") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-I", str(leash), str(theirs.fileno()), str(grace), "--", *argv],
+            env=dict(env),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+        )
+    with ours:
+        ours.setblocking(False)
+        watch = _Watch(ours, run_dir, budget, grace, outcome, on_event, on_log)
+        next_tick = time.monotonic() + TICK_S
+        while not watch.closed:
+            watch.step(interrupted())
+            if time.monotonic() >= next_tick:
+                on_tick()
+                next_tick = time.monotonic() + TICK_S
+        process.wait()
+    if watch.lost:
+        # Somebody killed the leash itself; what it would have ended is ended here, by its mark.
+        _end_marked(run_dir)
+        outcome.signal = signal.SIGKILL
+        outcome.reason = "the process that holds the child was killed from outside"
+    watch.read()
+    outcome.ended = time.time()
+    outcome.bad_events = watch.reader.bad
+    outcome.log_tail = tail(log)
+    stacks = run_dir / STACKS_FILE
+    outcome.stacks = tail(stacks) if stacks.exists() else ""
+    return outcome
+
+
+class _Watch:
+    """The state of one supervision between two looks."""
+
+    def __init__(
+        self,
+        leash: socket.socket,
+        run_dir: Path,
+        budget: Mapping[str, float],
+        grace: float,
+        outcome: Outcome,
+        on_event: Callable[[dict[str, Any]], None],
+        on_log: Callable[[str], None] | None,
+    ) -> None:
+        self.leash, self.run_dir, self.budget, self.grace, self.outcome = (
+            leash,
+            run_dir,
+            budget,
+            grace,
+            outcome,
+        )
+        self.on_event, self.on_log = on_event, on_log
+        self.reader = EventReader(run_dir / EVENTS_FILE)
+        self.stage = STAGES[0]
+        self.progress = time.monotonic()
+        self.log_at = 0
+        self.log_rest = b""
+        self.stopping: float | None = None  # when the child was asked to stop
+        self.killed = False
+        self.closed = self.lost = False
+        self.child: int | None = None
+        self.told = b""
+
+    def step(self, interrupts: int) -> None:
+        self.listen()
+        if self.closed:
+            return
+        self.read()
+        now = time.monotonic()
+        if interrupts and self.stopping is None:
+            self.outcome.ended_by = "interrupt"
+            self.stopping = now
+            self.say(b"term")
+        if self.stopping is not None:
+            if not self.killed and (interrupts > 1 or now > self.stopping + self.grace):
+                self.kill()
+        elif now - self.progress > self.budget[self.stage]:
+            self.hung()
+        time.sleep(POLL_S)
+
+    def listen(self) -> None:
+        try:
+            said = self.leash.recv(4096)
+        except BlockingIOError:
+            return
+        except OSError:
+            said = b""
+        self.told += said
+        *lines, self.told = self.told.split(b"\n")
+        for line in lines:
+            word, _, rest = line.decode("utf-8", "replace").partition(" ")
+            if word == "pid":
+                self.child = int(rest)
+            elif word == "failed":
+                self.outcome.exit_code = 127
+                self.outcome.reason = f"the command could not be started: {rest}"
+            elif word == "exit":
+                self.outcome.exit_code = int(rest)
+            elif word == "signal":
+                self.outcome.signal = int(rest)
+        if not said:
+            self.closed = True
+            self.lost = self.outcome.exit_code is None and self.outcome.signal is None
+
+    def read(self) -> None:
+        """Take in new events and new log; either may be progress."""
+        for event in self.reader.poll():
+            self.outcome.events.append(event)
+            if event["event"] == "stage" and event.get("stage") in STAGES:
+                self.stage = event["stage"]
+            if event["event"] not in NO_PROGRESS:
+                self.progress = time.monotonic()
+            self.on_event(event)
+        with open(self.run_dir / LOG_FILE, "rb") as log:
+            log.seek(self.log_at)
+            while data := log.read(LOG_TAIL):
+                self.log_at += len(data)
+                # A job that reports events is judged by them; of any other, output is the only sign of life.
+                if not self.outcome.events:
+                    self.progress = time.monotonic()
+                if self.on_log is not None:
+                    self.stream(data)
+
+    def stream(self, data: bytes) -> None:
+        assert self.on_log is not None
+        *lines, rest = (self.log_rest + data).split(b"\n")
+        self.log_rest = rest[-LOG_TAIL:]
+        for line in lines:
+            self.on_log(line.decode("utf-8", "replace"))
+
+    def hung(self) -> None:
+        self.outcome.ended_by = "hung"
+        self.outcome.hung_stage = self.stage
+        self.outcome.reason = f"no progress for {self.budget[self.stage]:g} s in stage {self.stage}"
+        before = (self.run_dir / LOG_FILE).stat().st_size
+        stacks = _dump_stacks(self.child)
+        # faulthandler, switched on in the child's environment, answers SIGABRT with every thread's stack.
+        self.say(b"abort")
+        deadline = time.monotonic() + min(self.grace, 5.0)
+        while time.monotonic() < deadline and not self.closed:
+            self.listen()
+            time.sleep(POLL_S)
+        with open(self.run_dir / LOG_FILE, "rb") as file:
+            file.seek(before)
+            stacks += "== what the child printed when aborted\n" + file.read(LOG_TAIL).decode(
+                "utf-8", "replace"
+            )
+        with open(self.run_dir / STACKS_FILE, "a", encoding="utf-8") as out:
+            out.write(stacks)
+        self.stopping = time.monotonic()
+        self.kill()
+
+    def kill(self) -> None:
+        self.killed = True
+        self.say(b"kill")
+
+    def say(self, word: bytes) -> None:
+        try:
+            self.leash.send(word + b"\n")
+        except OSError:
+            pass  # the leash has ended; `listen` learns how
+
+
+def _dump_stacks(child: int | None) -> str:
+    """Stacks of all threads of each Python process of the tree, by py-spy where there is one."""
+    tool = shutil.which(
+        "py-spy", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    )
+    if tool is None or child is None:
+        return ""
+    text = ""
+    try:
+        tree = [psutil.Process(child), *psutil.Process(child).children(recursive=True)]
+    except psutil.Error:
+        return ""
+    for process in tree[:16]:
+        try:
+            if "python" not in process.name().lower() and "python" not in os.path.basename(process.exe()):
+                continue
+        except psutil.Error:
+            continue
+        for native in (["--native"], []):
+            try:
+                done = subprocess.run(
+                    [tool, "dump", "--pid", str(process.pid), *native],
+                    capture_output=True,
+                    text=True,
+                    errors="replace",
+                    timeout=STACKS_S,
+                )
+            except (OSError, subprocess.TimeoutExpired):
+                continue
+            if done.returncode == 0:
+                text += f"== py-spy dump {' '.join(native)} of pid {process.pid}\n{done.stdout}\n"
+                break
+    return text
+
+
+def _end_marked(run_dir: Path) -> None:
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(RUN_MARK) == str(run_dir):
+                process.kill()
+        except psutil.Error:
+            continue
+
+
+def tail(path: Path, size: int = LOG_TAIL) -> str:
+    """The last `size` bytes of a file as text; undecodable bytes are replaced."""
+    with open(path, "rb") as file:
+        file.seek(0, os.SEEK_END)
+        file.seek(max(0, file.tell() - size))
+        return file.read().decode("utf-8", "replace")

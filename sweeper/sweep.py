@@ -1,0 +1,335 @@
+"""Matrix -> repeats -> blocks in random order -> what is not done yet, one run after another -> a table."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import re
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from omegaconf import DictConfig
+
+from dflash.settings import SettingError
+from sweeper import caches, run, spec, store
+from sweeper.store import Attempt
+
+OK, FAULT, NOT_OK, INTERRUPTED = 0, 1, 3, 130
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A run in its place in the order; `done` is the attempt that already answers it."""
+
+    run: spec.Run
+    done: Attempt | None
+    estimate: float | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All runs of a sweep. `id` depends on the cells alone, so more repeats belong to the same sweep."""
+
+    id: str
+    items: list[Planned]
+    primes: list[str]  # labels of warm cells whose caches have to be filled first
+
+    @property
+    def waiting(self) -> list[Planned]:
+        return [item for item in self.items if item.done is None]
+
+
+@dataclass(frozen=True)
+class Result:
+    """Exit status of the command, and per configuration given the verdicts of its repeats."""
+
+    status: int
+    verdicts: list[list[str]]
+
+
+def sweep(configs: Sequence[DictConfig]) -> Result:
+    """Do all that the composed configurations ask for. Raises SettingError, before anything is started."""
+    options, cells = spec.read(configs)
+    past = store.history(options.folder)
+    _check_rerun(options.rerun, past)
+    plan = make_plan(cells, options, past)
+    if options.dry:
+        print(describe(plan))
+        return Result(OK, [[] for _ in cells])
+    _prepare(options.folder)
+    with Interrupts() as interrupts:
+        found = _carry_out(plan, options, interrupts)
+    verdicts = [
+        [found[i] for n in range(options.repeat) if (i := cell.repeated(n + 1).identity) in found]
+        for cell in cells
+    ]
+    if interrupts.count:
+        status = INTERRUPTED
+    elif any(item.run.identity not in found for item in plan.items):
+        status = FAULT
+    elif options.strict and any(verdict != "ok" for verdict in found.values()):
+        status = NOT_OK
+    else:
+        status = OK
+    return Result(status, verdicts)
+
+
+def make_plan(cells: Sequence[spec.Run], options: spec.Options, past: dict[str, list[Attempt]]) -> Plan:
+    """Order the runs and look up what is done; changes nothing.
+
+    Cells that mean the same run once. Each block is one repeat of every cell, so that a drift of the machine
+    hits all cells alike; the shuffle is seeded by the sweep, so that it is the same when started again.
+    """
+    unique = list({cell.cell_id: cell for cell in cells}.values())
+    sweep_id = hashlib.sha256("\n".join(sorted(cell.cell_id for cell in unique)).encode()).hexdigest()[:12]
+    items = []
+    for repeat in range(1, options.repeat + 1):
+        block = [cell.repeated(repeat) for cell in unique]
+        if options.order == "random":
+            block.sort(key=lambda one: one.identity)
+            random.Random(f"{sweep_id}:{repeat}").shuffle(block)
+        for one in block:
+            last = next(iter(past.get(one.identity, [])[-1:]), None)
+            done = last if last and last.done and not last.matches(options.rerun) else None
+            items.append(Planned(one, done, store.estimate(past, one)))
+    return Plan(sweep_id, items, _primes(items, options.folder))
+
+
+def _primes(items: Sequence[Planned], folder: Path) -> list[str]:
+    """Labels of the warm cells that find no snapshot when their turn comes, all earlier runs having ended well."""
+    there: set[str] = set()
+    needed = []
+    for item in items:
+        if item.done or item.run.skip:
+            continue
+        key = item.run.snapshot_key()
+        if item.run.cell["cache"] == "warm" and key not in there and not caches.has_snapshot(folder, key):
+            needed.append(item.run.label)
+        there.add(key)
+    return needed
+
+
+def describe(plan: Plan) -> str:
+    """The plan in lines: place, cell, identity, state, estimated time."""
+    rows = [("#", "cell", "identity", "state", "estimate")]
+    for place, item in enumerate(plan.items, start=1):
+        state = f"done: {item.done.verdict['verdict']}" if item.done and item.done.verdict else "to do"
+        if item.run.skip and not item.done:
+            state = f"will be skipped: {item.run.skip}"
+        time_s = "-" if item.done or item.run.skip else _duration(item.estimate)
+        rows.append((str(place), item.run.label, item.run.identity[:12], state, time_s))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
+    known = [item.estimate for item in plan.waiting if item.estimate is not None]
+    unknown = sum(item.estimate is None and not item.run.skip for item in plan.waiting)
+    total = _duration(sum(known)) if known else "unknown"
+    lines += [
+        "",
+        f"sweep {plan.id}: {len(plan.items)} runs, {len(plan.items) - len(plan.waiting)} done, "
+        f"{len(plan.waiting)} to do; time for those: {total}"
+        + (f", and {unknown} runs of unknown time" if known and unknown else ""),
+        f"priming runs needed: {len(plan.primes)}" + "".join(f"\n  {label}" for label in plan.primes),
+    ]
+    return "\n".join(lines)
+
+
+def _duration(seconds: float | None) -> str:
+    if seconds is None:
+        return "unknown"
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.1f} min"
+
+
+def _carry_out(plan: Plan, options: spec.Options, interrupts: Interrupts) -> dict[str, str]:
+    """Run what is not done; returns the verdict per identity."""
+    from sweeper import display, tracking
+    from sweeper.report import table
+
+    screen = display.make(len(plan.waiting), options.verbose)
+    interrupts.on_first = lambda: screen.note(
+        "stopping this run; the rest stays for the next start; once more to end at once"
+    )
+    tracker = tracking.make({**options.tracking, "experiment": options.experiment}, options.folder)
+    session = run.Session(options, plan.id, screen, tracker, interrupts.look)
+    folder = options.folder / "sweeps" / plan.id
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        for closed in store.reconcile(options.folder):
+            screen.note(f"{closed.name}: its harness died; verdict killed")
+            tracker.finish(closed)
+        store.write(folder / "plan.json", _plan_record(plan, options))
+        tracker.open_sweep(plan.id, _title(plan), len({item.run.cell_id for item in plan.items}))
+        _say_what_is_done(plan, screen)
+        place = 0
+        for item in plan.items:
+            if interrupts.look():
+                break
+            place += item.done is None
+            _one(item, session, place)
+        # What a repeat or a rerun left on disk is what counts, whoever made it.
+        latest = [
+            (item.run.identity, last) for item in plan.items if (last := _last(options.folder, item.run))
+        ]
+        rows = table.rows([last.folder for _, last in latest])
+        tracker.close_sweep(plan.id, rows)
+        screen.close()
+        store.write(folder / "table.txt", table.render(rows, 160) + "\n")
+        print(table.render(rows, shutil.get_terminal_size().columns if sys.stdout.isatty() else None))
+        return {identity: last.verdict["verdict"] for identity, last in latest if last.verdict}
+    finally:
+        screen.close()
+        if interrupts.count < 2:
+            tracker.close()
+
+
+def _one(item: Planned, session: run.Session, place: int) -> None:
+    """Do one planned run unless it is done by now; another harness may be at it."""
+
+    def waiting() -> str:
+        pid = store.holder(session.folder, item.run)
+        return f"waiting for pid {pid or 'unknown'}, which runs {item.run.label}"
+
+    with run.held(session, item.run.identity[:24], waiting) as mine:
+        if not mine:
+            return
+        last = _last(session.folder, item.run)
+        # An attempt that was not there when the plan was made is newer than the wish to do it again.
+        fresh = (
+            last
+            and last.done
+            and (item.done or not last.matches(session.options.rerun) or _newer(last, session))
+        )
+        if last and fresh:
+            store.adopt(last, item.run, session.sweep)
+            session.tracking.finish(last.folder)
+        else:
+            run.execute(item.run, session, place, item.estimate)
+
+
+def _newer(last: Attempt, session: run.Session) -> bool:
+    return float(last.run.get("started", 0.0)) > session.began
+
+
+def _last(folder: Path, one: spec.Run) -> Attempt | None:
+    """The newest attempt that has a verdict."""
+    return next((each for each in reversed(store.attempts(folder, one)) if each.verdict), None)
+
+
+def _say_what_is_done(plan: Plan, screen: Any) -> None:
+    done = len(plan.items) - len(plan.waiting)
+    if done:
+        screen.note(
+            f"sweep {plan.id}: {done} of {len(plan.items)} runs are done already (rerun=all does them again)"
+        )
+
+
+def _title(plan: Plan) -> str:
+    """The sweep in words: each factor with the levels it takes."""
+    levels: dict[str, list[str]] = {}
+    for item in plan.items:
+        for name, level in item.run.cell.items():
+            levels.setdefault(name, [])
+            if level not in levels[name]:
+                levels[name].append(level)
+    varied = [f"{name}={','.join(several)}" for name, several in levels.items() if len(several) > 1]
+    return " ".join(varied) or plan.items[0].run.label
+
+
+def _plan_record(plan: Plan, options: spec.Options) -> dict[str, Any]:
+    return {
+        "sweep": plan.id,
+        "title": _title(plan),
+        "written": time.time(),
+        "command": sys.argv[1:],
+        "repeat": options.repeat,
+        "order": options.order,
+        "runs": [
+            {
+                "cell": item.run.cell,
+                "cell_id": item.run.cell_id,
+                "identity": item.run.identity,
+                "repeat": item.run.repeat,
+                "done": item.done.folder.name if item.done else None,
+            }
+            for item in plan.items
+        ],
+    }
+
+
+def _check_rerun(rerun: str, past: dict[str, list[Attempt]]) -> None:
+    """`rerun` must be a word, a known cause, or a fingerprint that occurs in the store."""
+    from sweeper.signatures import rules
+
+    if rerun in ("none", "all", "failed") or rerun in rules():
+        return
+    prints = {
+        (one.verdict.get("signature") or {}).get("fingerprint")
+        for several in past.values()
+        for one in several
+        if one.verdict
+    }
+    if rerun not in prints:
+        near = [
+            cause
+            for cause in rules()
+            if rerun and set(re.split(r"[._]", rerun)) & set(re.split(r"[._]", cause))
+        ]
+        hint = f"; did you mean {', '.join(near[:3])}?" if near else ""
+        raise SettingError(
+            "rerun",
+            rerun,
+            f"must be none, all, failed, a cause or a fingerprint that the store's runs show{hint}",
+        )
+
+
+def _prepare(folder: Path) -> None:
+    try:
+        for name in ("runs", "sweeps", "locks", "snapshots"):
+            (folder / name).mkdir(parents=True, exist_ok=True)
+        probe = folder / f".probe-{os.getpid()}"
+        probe.write_bytes(b"x")
+        probe.unlink()
+    except OSError as error:
+        raise SettingError(
+            "store", folder, f"must be a folder that can be written ({error.strerror})"
+        ) from None
+
+
+class Interrupts:
+    """Counts Ctrl-C and SIGTERM while entered. The third ends the harness on the spot; the leash ends the child."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.on_first: Any = lambda: None
+        self._told = False
+
+    def __enter__(self) -> Interrupts:
+        self._before = {
+            number: signal.signal(number, self._take) for number in (signal.SIGINT, signal.SIGTERM)
+        }
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1
+        if self.count > 2:
+            os._exit(INTERRUPTED)
+
+    def look(self) -> int:
+        """The count so far; tells the person once that it was heard, outside the signal handler."""
+        if self.count and not self._told:
+            self._told = True
+            self.on_first()
+        return self.count
