@@ -73,7 +73,9 @@ class _Turn:
 
     @classmethod
     def render(cls, messages: list[dict[str, Any]], at: int, tokenizer: Any) -> _Turn:
-        prompt = _render(messages[:at], tokenizer, add_generation_prompt=True) if at else ""
+        if at == 0:
+            raise BadRow("begins with an assistant turn", "there is no prompt that it answers")
+        prompt = _render(messages[:at], tokenizer, add_generation_prompt=True)
         through = _render(messages[: at + 1], tokenizer)
         if not through.startswith(prompt):
             raise BadRow(
@@ -96,7 +98,16 @@ def _marked_by_template(messages: list[dict[str, Any]], tokenizer: Any) -> Docum
         out = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
     except Exception as error:
         raise BadRow("the chat template refuses it", str(error)) from None
-    return Document(np.asarray(out["input_ids"], dtype=np.int64), np.asarray(out["assistant_masks"], dtype=bool))
+    document = Document(np.asarray(out["input_ids"], np.int64), np.asarray(out["assistant_masks"], bool))
+    turns = [message for message in messages if message["role"] == "assistant"]
+    if any(turn.get("cut") for turn in turns):
+        edges = np.flatnonzero(np.diff(document.loss_mask.astype(np.int8), prepend=0, append=0))
+        if len(edges) != 2 * len(turns):
+            raise BadRow("a cut turn cannot be found", "the template's marks do not give one span for each turn")
+        for turn, last in zip(turns, edges[1::2] - 1, strict=True):
+            if turn.get("cut") and int(document.tokens[last]) in tokenizer.added_tokens_decoder:
+                document.loss_mask[last] = False
+    return document
 
 
 def _marked_by_spans(text: str, turns: list[_Turn], tokenizer: Any) -> Document:

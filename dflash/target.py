@@ -1,0 +1,232 @@
+"""The frozen target: any causal language model that transformers loads, run as far as its last tap.
+
+A tap is the output of a decoder layer, 0-based, as z-lab counts them: tap l is `hidden_states[l + 1]` of
+transformers. Layers behind the last tap are dropped when the model is loaded, and so are the final norm's and
+the head's work; the head's weight is kept for the drafter, which shares embedding and head with its target.
+
+Documents packed into one row do not see each other: transformers tells them apart by position ids that restart
+and builds for each layer the mask of its kind, full or sliding (`transformers.masking_utils`).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from dflash import models, settings
+from dflash.settings import SettingError
+
+DEFAULT_TAPS = 5
+
+
+def default_taps(num_layers: int, num_taps: int = DEFAULT_TAPS) -> list[int]:
+    """z-lab's spread (dflash/model.py, `build_target_layer_ids`): from layer 1 to num_layers - 3, evenly, rounded.
+
+    One tap is the middle layer. A shallow target gets fewer taps than asked: each layer is tapped at most once,
+    and a target of fewer than 5 layers has one tap.
+    """
+    first, last = 1, num_layers - 3
+    if num_taps == 1 or last <= first:
+        return [num_layers // 2]
+    num_taps = min(num_taps, last - first + 1)
+    return [round(first + i * (last - first) / (num_taps - 1)) for i in range(num_taps)]
+
+
+@dataclass
+class Target:
+    """A frozen target on one device; make one with `load`, further ones with `replica`.
+
+    One thread at a time may call `features` of one Target. `embedding` and `head` are weights [V, H] without
+    gradients, the same tensor when the model ties them. `embedding_scale` is what the model multiplies embeddings
+    by (Gemma: sqrt(H)), else 1. The rest is what a drafter copies from its target's configuration.
+    """
+
+    body: Any  # the decoder, a PreTrainedModel
+    layers: nn.ModuleList
+    embedding: torch.Tensor
+    head: torch.Tensor
+    taps: list[int]
+    device: torch.device
+    hidden_size: int
+    num_layers: int  # of the whole target, before it was cut
+    vocab_size: int  # rows of the embedding
+    embedding_scale: float
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    rms_norm_eps: float
+    rope_theta: float
+    max_positions: int
+
+    @classmethod
+    def load(cls, target: settings.Target, device: torch.device) -> Target:
+        """Load `target.model` and keep the part up to the last tap; raises SettingError."""
+        from transformers import AutoModelForCausalLM
+
+        folder = models.folder(target.model, target.models_dir)
+        with _loading(target):
+            model = AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype=_dtype(target.dtype, device),
+                use_safetensors=True,
+                local_files_only=True,
+                trust_remote_code=target.trust_remote_code,
+            )
+        return cls.from_model(model, target.taps, device)
+
+    @classmethod
+    def outline(cls, target: settings.Target, device: torch.device | None = None) -> Target:
+        """The same Target without weights (torch's meta device): sizes, dtypes and taps; raises SettingError.
+
+        `device` is where it would be loaded, which settles `dtype=auto`; None: the CPU.
+        """
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        folder = models.folder(target.model, target.models_dir)
+        remote = {"trust_remote_code": target.trust_remote_code}
+        with _loading(target), torch.device("meta"):
+            config = AutoConfig.from_pretrained(folder, local_files_only=True, **remote)
+            dtype = _dtype(target.dtype, device or torch.device("cpu"))
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, **remote)
+        return cls.from_model(model, target.taps, torch.device("meta"))
+
+    @classmethod
+    def outline(cls, target: settings.Target) -> Target:
+        """All of a target but its weights, on torch's meta device: what a check of the settings needs."""
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        folder = models.folder(target.model, target.models_dir)
+        trust = target.trust_remote_code
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=_dtype(target.dtype, torch.device("cpu")), trust_remote_code=trust
+            )
+        return cls.from_model(model, target.taps, torch.device("meta"))
+
+    @classmethod
+    def from_model(cls, model: Any, taps: list[int] | None, device: torch.device) -> Target:
+        """Take over a causal LM of transformers, which is cut behind its last tap; raises SettingError."""
+        config = model.config.get_text_config()
+        body = model.get_decoder()
+        name, layers = _decoder_layers(body, config.num_hidden_layers)
+        depth = len(layers)
+        taps = default_taps(depth) if taps is None else list(taps)
+        if taps[-1] >= depth:
+            raise SettingError("target.taps", taps, f"must be below {depth}, the number of the target's layers")
+        head, embeddings = model.get_output_embeddings().weight, model.get_input_embeddings()
+        setattr(body, name, layers[: taps[-1] + 1])
+        _drop_final_norm(body)
+        body.eval().requires_grad_(False).to(device)
+        embedding = embeddings.weight.detach()
+        heads = config.num_attention_heads
+        return cls(
+            body=body,
+            layers=getattr(body, name),
+            embedding=embedding,
+            head=embedding if head is embeddings.weight else head.detach().to(device),
+            taps=taps,
+            device=device,
+            hidden_size=config.hidden_size,
+            num_layers=depth,
+            vocab_size=embedding.shape[0],
+            embedding_scale=float(getattr(embeddings, "scalar_embed_scale", 1.0)),
+            num_attention_heads=heads,
+            num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            intermediate_size=config.intermediate_size,
+            rms_norm_eps=_first(config, "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"),
+            rope_theta=_rope_theta(config),
+            max_positions=config.max_position_embeddings,
+        )
+
+    def replica(self, device: torch.device) -> Target:
+        """A second Target for another worker.
+
+        On the same device it has modules of its own, so that threads do not meet in them, and shares every weight;
+        on another device it is a copy.
+        """
+        if device == self.device:
+            shared = [*self.body.parameters(), *self.body.buffers(), self.embedding, self.head]
+            return copy.deepcopy(self, {id(tensor): tensor for tensor in shared})
+        twin = copy.deepcopy(self)
+        twin.body.to(device)
+        twin.embedding, twin.head, twin.device = twin.embedding.to(device), twin.head.to(device), device
+        return twin
+
+    @torch.no_grad()  # not inference_mode: the drafter's backward keeps features
+    def features(self, tokens: torch.Tensor, document: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        """The taps' outputs side by side: [R, S, len(taps) * H] from int64 [R, S] each.
+
+        `document` is -1 on padding, which may only stand at a row's end; `position` restarts at 0 in every document.
+        Padding is computed as a document of its own: its features are finite and mean nothing.
+        """
+        padding = document < 0
+        position = torch.where(padding, padding.cumsum(-1) - 1, position)
+        kept: dict[int, torch.Tensor] = {}
+        with self._tapped(kept):
+            self.body(input_ids=tokens, position_ids=position, use_cache=False)
+        return torch.cat([kept[tap] for tap in self.taps], dim=-1)
+
+    @contextmanager
+    def _tapped(self, kept: dict[int, torch.Tensor]) -> Iterator[None]:
+        def keep(tap: int) -> Any:
+            def hook(module: nn.Module, args: Any, output: Any) -> None:
+                kept[tap] = output[0] if isinstance(output, tuple) else output
+
+            return hook
+
+        handles = [self.layers[tap].register_forward_hook(keep(tap)) for tap in self.taps]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+@contextmanager
+def _loading(target: settings.Target) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        why = str(error).strip().split("\n")[0]
+        raise SettingError("target.model", target.model, f"must be a model that transformers loads ({why})") from error
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    # Most CPUs have no fast bfloat16; GPUs do.
+    auto = torch.float32 if device.type == "cpu" else torch.bfloat16
+    return {"auto": auto, "float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+
+
+def _decoder_layers(body: nn.Module, depth: int) -> tuple[str, nn.ModuleList]:
+    for name, child in body.named_children():
+        if isinstance(child, nn.ModuleList) and len(child) == depth:
+            return name, child
+    raise SettingError("target.model", type(body).__name__, "must keep its decoder layers in one module list")
+
+
+def _drop_final_norm(body: nn.Module) -> None:
+    for name in ("norm", "final_layer_norm", "ln_f"):
+        if isinstance(getattr(body, name, None), nn.Module):
+            setattr(body, name, nn.Identity())
+            return
+    raise SettingError("target.model", type(body).__name__, "must have a final norm under a name known here")
+
+
+def _first(config: Any, *names: str) -> float:
+    """The first of these entries that the configuration has."""
+    return float(next(getattr(config, name) for name in names if getattr(config, name, None) is not None))
+
+
+def _rope_theta(config: Any) -> float:
+    """The base of rotary positions; of the full-attention layers where kinds differ."""
+    parameters = config.rope_parameters
+    return float(parameters.get("full_attention", parameters)["rope_theta"])
