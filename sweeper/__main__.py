@@ -1,7 +1,7 @@
 """The command: `python -m sweeper [-m] key=value ...`, or `sweeper`.
 
-Exit status: 0 every planned run has a verdict; 3 some are not ok and strict=true; 2 a setting cannot work (one
-sentence on standard error, nothing started); 1 a fault of the harness; 130 after an interrupt.
+Exit status: 0 every planned run has a verdict; 3 some are not ok and strict=true; 2 a setting cannot work
+(one sentence on standard error, nothing started); 1 a fault of the harness; 130 after an interrupt.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def command(arguments: list[str]) -> int:
 
 
 def _resolvers(scratch: str) -> None:
-    """What conf/ may interpolate: files that come with the trainer, and a folder for what Hydra writes for itself."""
+    """What conf/ may interpolate: the trainer's example files, and a folder for what Hydra itself writes."""
     from omegaconf import OmegaConf
 
     examples = Path(help.CONF).parent / "dflash" / "data" / "examples"

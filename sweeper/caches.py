@@ -1,12 +1,12 @@
-"""Compile caches of a run: directories of its own, snapshots to start warm from, and the proof of what they held.
+"""Compile caches of a run: directories of its own, snapshots to start warm from, the proof of what they held.
 
 Layers (facts of PyTorch 2.11 to 2.14, read in its source): below TORCHINDUCTOR_CACHE_DIR lie `aotautograd/`
-(AOTAutograd), `fxgraph/` (Inductor's graphs), `dynamo/` (profile-guided settings), `*.best_config` (autotuning)
-and generated code; Triton, C++ extensions and CUDA's own compiler have directories of their own. A cache copied
-to another path still hits, and a run that only hits adds no file (measured with 2.13).
+(AOTAutograd), `fxgraph/` (Inductor's graphs), `dynamo/` (profile-guided settings), `*.best_config`
+(autotuning) and generated code; Triton, C++ extensions and CUDA's own compiler have directories of their
+own. A cache copied to another path still hits, and a run that only hits adds no file (measured with 2.13).
 
-A snapshot is a folder that is never changed in place: made beside and renamed, with the checksum of each file,
-which is compared when a run takes its copy.
+A snapshot is a folder that is never changed in place: made beside and renamed, with the checksum of each
+file, which is compared when a run takes its copy.
 """
 
 from __future__ import annotations
@@ -103,9 +103,9 @@ def proof(
 ) -> dict[str, Any]:
     """What the caches held and did: {requested, proved, why, layers}.
 
-    proved is `cold` (no file before), `warm` (files before, hits, and neither a miss, a bypass, a guard miss nor
-    a new file) or `mixed`. Hits of a cold run are hits on what it wrote itself. `why_not_warm` is what is known
-    of a snapshot that could not be had.
+    proved is `cold` (no file before), `warm` (files before, hits, and neither a miss, a bypass, a guard miss
+    nor a new file) or `mixed`. Hits of a cold run are hits on what it wrote itself. `why_not_warm` is what is
+    known of a snapshot that could not be had.
     """
     asked = _lookups(events)
     layers = {

@@ -21,7 +21,7 @@ def sentence(error: BaseException, arguments: list[str]) -> str:
         return _wrong_level(missing)
     parse = _cause(error, OverrideParseException)
     if isinstance(parse, OverrideParseException):
-        return f"{parse.override}: cannot be read as key=value ({_first(parse)}); quote what the shell or Hydra treats specially"
+        return f"{parse.override}: no readable key=value ({_first(parse)}); special signs need quotes"
     mandatory = _cause(error, MissingMandatoryValue)
     if mandatory is not None:
         key = getattr(mandatory, "full_key", None) or _first(mandatory)

@@ -1,4 +1,4 @@
-"""What `--help` prints, read from conf/ itself, and the settings there are. No Hydra: it must come at once."""
+"""What `--help` prints, and which settings there are: read from conf/ without Hydra, to come at once."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ usage: sweeper [-m] [-v] [key=value ...]          (or: python -m sweeper ...)
 NOTES = """\
 exit status: 0 every planned run has a verdict, 2 a setting cannot work, 3 strict=true and some run is not ok,
              1 a fault of the harness, 130 interrupted (Ctrl-C once: end this run cleanly; twice: at once)
-more:        --cfg job  composed settings     --info  where they come from     --hydra-help  Hydra's own options
+more:        --cfg job  composed settings    --info  where they come from    --hydra-help  Hydra's own options
              tab completion: eval "$(sweeper -sc install=bash)"
 """
 

@@ -6,15 +6,17 @@ FD is one end of a stream socket whose other end the harness alone holds. The le
 all orphans below it (Linux), so that a grandchild that left its session still is found, starts ARGV in a
 session of its own and then speaks lines:
 
-    leash -> harness   "pid N" once started, or "failed WHY"; "exit CODE" or "signal N" when the tree is gone
-    harness -> leash   "term" (ask the child to stop), "kill" (end the tree now), "abort" (SIGABRT to the tree)
+    leash -> harness   "pid N TIME" once started, or "failed WHY";
+                       "exit CODE TIME" or "signal N TIME" once the tree is gone (TIME in Unix seconds: the child's)
+    harness -> leash   "term" (ask the child to stop), "kill" (end the tree), "abort" (SIGABRT to the tree)
 
-The harness's end closing, in whatever way it died, means: ask, wait GRACE seconds, kill. Standard library only;
-it runs isolated, so nothing of the user's environment is imported into it.
+The harness's end closing, in whatever way it died, means: ask, wait GRACE seconds, kill. Standard library
+only; it runs isolated, so nothing of the user's environment is imported into it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import resource
@@ -58,10 +60,11 @@ def main() -> int:
     except OSError as error:
         _say(harness, f"failed {error}")
         return 1
-    _say(harness, f"pid {child.pid}")
+    _say(harness, f"pid {child.pid} {time.time()}")
     status = _follow(harness, child, grace)
+    ended = time.time()
     _end_tree(0.0)
-    _say(harness, f"signal {-status}" if status < 0 else f"exit {status}")
+    _say(harness, f"signal {-status} {ended}" if status < 0 else f"exit {status} {ended}")
     return 0
 
 
@@ -92,7 +95,7 @@ def _follow(harness: socket.socket, child: subprocess.Popen[bytes], grace: float
 
 
 def _end_tree(grace: float, child: subprocess.Popen[bytes] | None = None) -> None:
-    """End every process below this one: ask, wait up to `grace` seconds, kill, and reap until none is left."""
+    """End every process below this one: ask, wait up to `grace` seconds, kill, reap until none is left."""
     if grace > 0:
         for pid in _tree():
             _send(pid, signal.SIGTERM)
@@ -147,17 +150,13 @@ def _reap(child: subprocess.Popen[bytes] | None) -> None:
 
 
 def _send(pid: int, number: int) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, number)
-    except (ProcessLookupError, PermissionError):
-        pass
 
 
 def _say(harness: socket.socket, line: str) -> None:
-    try:
+    with contextlib.suppress(OSError):  # once the harness is gone there is nobody to tell
         harness.sendall(line.encode() + b"\n")
-    except OSError:
-        pass  # the harness is gone; there is nobody to tell
 
 
 if __name__ == "__main__":

@@ -8,13 +8,13 @@ import shutil
 import subprocess
 from pathlib import Path
 
-# On CPU a device is a worker with its own replica of a model; more of them than this measure nothing but paging.
+# On CPU a device is a worker with its own replica of a model; more of them than this measure only paging.
 CPU_WORKERS = 8
 
 
 @functools.cache
 def gpus() -> int:
-    """How many NVIDIA GPUs a child started here may use: those the driver lists, less what CUDA_VISIBLE_DEVICES hides."""
+    """How many NVIDIA GPUs a child may use: those the driver lists, less what CUDA_VISIBLE_DEVICES hides."""
     present = _listed()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:

@@ -1,4 +1,4 @@
-"""One run, told top to bottom: claim, caches, child, verdict, record. A run is an outcome, never an exception."""
+"""One run, told top to bottom: claim, caches, child, verdict, record. An outcome, never an exception."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def _fill(word: str, record: _Record) -> str:
 
 
 def _ensure_snapshot(run: Run, session: Session, index: int) -> str:
-    """See to it that there is a snapshot for `run`, by a priming run if need be; returns why there is none."""
+    """See to it that `run` finds a snapshot, by a priming run if need be; returns why there is none."""
     key = run.snapshot_key()
     if key in session.unprimed:
         return session.unprimed[key]
@@ -233,7 +233,7 @@ def _take_snapshot(record: _Record, index: int) -> str:
 
 
 def _unwritable(record: _Record, error: OSError) -> dict[str, Any]:
-    """The verdict of a run whose directory could not be written; room is made first, so that it may be recorded."""
+    """The verdict of a run whose directory could not be written; room is made first, to record it."""
     session = record.session
     shutil.rmtree(record.caches, ignore_errors=True)
     session.display.note(f"{record.folder.name}: the harness could not write ({error})")

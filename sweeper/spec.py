@@ -125,7 +125,7 @@ class Run:
         return _hash({**self.facts, "settings": settings})
 
     def prime(self) -> Run:
-        """The run that fills the caches for this one: the same, cold, and only as long as it takes to be steady."""
+        """The run that fills the caches for this one: the same, cold, and only until it is steady."""
         spec, facts = json.loads(json.dumps([self.spec, self.facts]))
         for settings in (spec, facts["settings"]):
             if "train" in settings:
@@ -160,7 +160,7 @@ def read(configs: Sequence[DictConfig]) -> tuple[Options, list[Run]]:
 def _options(config: DictConfig) -> Options:
     given = {name: config[name] for name in Options.__dataclass_fields__ if name != "tracking"}
     plain: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Options), given))
-    tracking = OmegaConf.to_container(config.tracking, resolve=True)
+    tracking: Any = OmegaConf.to_container(config.tracking, resolve=True)
     return replace(plain, tracking={"name": config.hydra.runtime.choices["tracking"], **tracking})
 
 
@@ -176,7 +176,7 @@ def _swept(configs: Sequence[DictConfig]) -> list[str]:
 
 def _run(config: DictConfig, swept: Iterable[str], options: Options) -> Run:
     settings: Any = OmegaConf.to_container(
-        OmegaConf.masked_copy(config, [key for key in config if key != "hydra"]),
+        OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"]),
         resolve=True,
         throw_on_missing=True,
     )
@@ -278,7 +278,7 @@ def _check_store(folder: Path) -> None:
 
 
 def _read_only(place: Path) -> bool:
-    # Mode bits do not tell for root, nor on read-only and synthetic file systems; free inodes do not lie there.
+    # Mode bits tell nothing to root, nor of read-only and synthetic file systems.
     facts = os.statvfs(place)
     return bool(facts.f_flag & os.ST_RDONLY) or str(place.resolve()).startswith(("/proc", "/sys"))
 

@@ -117,7 +117,7 @@ def history(store: Path) -> dict[str, list[Attempt]]:
 
 
 def estimate(past: dict[str, list[Attempt]], run: Run) -> float | None:
-    """Seconds that the run will take, from runs of the same cell that ended by themselves; None if there are none."""
+    """Seconds that the run will take: the median of the cell's finished runs; None if there are none."""
     known = [
         float(one.verdict["wall_s"])
         for several in past.values()
@@ -141,7 +141,7 @@ def adopt(old: Attempt, run: Run, sweep: str) -> None:
 
 
 def reconcile(store: Path) -> list[Path]:
-    """Give every run whose harness died its verdict; returns their directories. Its processes died with it."""
+    """Give every run whose harness died its verdict; returns their directories. The leash ended its tree."""
     closed = []
     for folder in _folders(store):
         if (folder / VERDICT_FILE).exists() or _alive(folder):
@@ -210,7 +210,7 @@ def _folders(store: Path) -> Iterator[Path]:
         yield from sorted(entry for entry in runs.iterdir() if _NAME.search(entry.name) and entry.is_dir())
 
 
-def _attempt(folder: Path) -> Attempt:
+def attempt(folder: Path) -> Attempt:
     return Attempt(folder, _read(folder / RUN_FILE) or {}, _read(folder / VERDICT_FILE))
 
 

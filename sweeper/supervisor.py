@@ -1,7 +1,8 @@
-"""One child process: start it on a leash, follow what it reports, notice a hang, take stacks, end the whole tree."""
+"""One child process: started on a leash, followed by its reports, its hang noticed, its whole tree ended."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -49,7 +50,10 @@ NO_PROGRESS = ("memory", "counters", "warning")
 
 @dataclass
 class Outcome:
-    """How a child ended. `ended_by` is itself, hung or interrupt; times are Unix seconds."""
+    """How a child ended. `ended_by` is itself, hung or interrupt.
+
+    `started` and `ended` are Unix seconds of the child's own life, as its leash saw it.
+    """
 
     exit_code: int | None = None
     signal: int | None = None
@@ -100,7 +104,7 @@ def supervise(
     seconds, at two its tree is killed at once. `budget` gives, per stage, the seconds without progress after
     which a child counts as hung. Raises OSError when the run's directory cannot be written.
     """
-    outcome = Outcome(started=time.time())
+    outcome = Outcome(started=time.time(), ended=time.time())
     log = run_dir / LOG_FILE
     ours, theirs = socket.socketpair()
     leash = Path(__file__).with_name("leash.py")
@@ -129,8 +133,8 @@ def supervise(
         _end_marked(run_dir)
         outcome.signal = signal.SIGKILL
         outcome.reason = "the process that holds the child was killed from outside"
+        outcome.ended = time.time()
     watch.read()
-    outcome.ended = time.time()
     outcome.bad_events = watch.reader.bad
     outcome.log_tail = tail(log)
     stacks = run_dir / STACKS_FILE
@@ -197,16 +201,16 @@ class _Watch:
         self.told += said
         *lines, self.told = self.told.split(b"\n")
         for line in lines:
-            word, _, rest = line.decode("utf-8", "replace").partition(" ")
-            if word == "pid":
-                self.child = int(rest)
-            elif word == "failed":
+            word, *rest = line.decode("utf-8", "replace").split()
+            if word == "failed":
                 self.outcome.exit_code = 127
-                self.outcome.reason = f"the command could not be started: {rest}"
+                self.outcome.reason = f"the command could not be started: {' '.join(rest)}"
+            elif word == "pid":
+                self.child, self.outcome.started = int(rest[0]), float(rest[1])
             elif word == "exit":
-                self.outcome.exit_code = int(rest)
+                self.outcome.exit_code, self.outcome.ended = int(rest[0]), float(rest[1])
             elif word == "signal":
-                self.outcome.signal = int(rest)
+                self.outcome.signal, self.outcome.ended = int(rest[0]), float(rest[1])
         if not said:
             self.closed = True
             self.lost = self.outcome.exit_code is None and self.outcome.signal is None
@@ -264,10 +268,8 @@ class _Watch:
         self.say(b"kill")
 
     def say(self, word: bytes) -> None:
-        try:
+        with contextlib.suppress(OSError):  # if the leash has ended, `listen` learns how
             self.leash.send(word + b"\n")
-        except OSError:
-            pass  # the leash has ended; `listen` learns how
 
 
 def _dump_stacks(child: int | None) -> str:

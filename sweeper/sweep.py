@@ -104,7 +104,7 @@ def make_plan(cells: Sequence[spec.Run], options: spec.Options, past: dict[str, 
 
 
 def _primes(items: Sequence[Planned], folder: Path) -> list[str]:
-    """Labels of the warm cells that find no snapshot when their turn comes, all earlier runs having ended well."""
+    """Labels of the warm cells that will find no snapshot, supposing that all runs before them end well."""
     there: set[str] = set()
     needed = []
     for item in items:
@@ -305,7 +305,7 @@ def _prepare(folder: Path) -> None:
 
 
 class Interrupts:
-    """Counts Ctrl-C and SIGTERM while entered. The third ends the harness on the spot; the leash ends the child."""
+    """Counts Ctrl-C and SIGTERM while entered; the third ends the harness there and then."""
 
     def __init__(self) -> None:
         self.count = 0

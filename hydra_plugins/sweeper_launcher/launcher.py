@@ -12,7 +12,6 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext
 from omegaconf import DictConfig
 
-
 ConfigStore.instance().store(
     group="hydra/launcher",
     name="sweeper",
