@@ -22,7 +22,6 @@ from sweeper.measure import finite
 
 ENDED = ("ok", "degraded")
 CONFIDENCE = 0.95
-GIB = 1 << 30
 
 
 def rows(run_dirs: Iterable[Path]) -> list[dict[str, Any]]:
@@ -30,10 +29,10 @@ def rows(run_dirs: Iterable[Path]) -> list[dict[str, Any]]:
     attempts of one run only the last counts. A directory without a readable run.json or verdict.json is
     counted in the field `unreadable` of the first row.
 
-    A row: cell {factor: level}, label, n, verdicts {verdict: count}, ktok_s, time_to_first_step_s, compile_s,
-    peak_bytes (each {median, low, high, coverage, n}, or None), cache {proved state: count},
-    signatures {cause: count}, failures [{label, verdict, cause, fingerprint, reason, evidence, holders,
-    dir}].
+    A row: cell {factor: level}, label, n, runs [directory], verdicts {verdict: count}, ktok_s,
+    time_to_first_step_s, compile_s, peak_bytes (each {median, low, high, coverage, n}, or None), cache
+    {proved state: count}, signatures {cause: count}, failures [{label, repeat, verdict, cause, fingerprint,
+    reason, evidence, holders, dir}].
     """
     latest: dict[tuple[str, Any], tuple[Path, dict[str, Any], dict[str, Any]]] = {}
     unreadable = 0
@@ -66,9 +65,9 @@ def render(table: list[dict[str, Any]], width: int | None = None) -> str:
     for factor in factors or ["cell"]:
         shown.add_column(factor, overflow="fold")
     shown.add_column("verdicts", overflow="fold")
-    for head in ("Ktok/s", "first step s", "compile s", "peak GiB"):
+    for head in ("Ktok/s", "first step s", "compile s", "peak GB"):
         shown.add_column(head, justify="right", no_wrap=True)
-    shown.add_column("cache", overflow="fold")
+    shown.add_column("cache proved", overflow="fold")
     shown.add_column("signature", overflow="fold")
     for row in table:
         levels = [str(row["cell"].get(f, "-")) for f in factors] or [row["label"]]
@@ -76,7 +75,7 @@ def render(table: list[dict[str, Any]], width: int | None = None) -> str:
             _figure(row["ktok_s"], 3),
             _figure(row["time_to_first_step_s"], 1),
             _figure(row["compile_s"], 1),
-            _figure(row["peak_bytes"], 2, GIB),
+            _figure(row["peak_bytes"], 2, 1e9),
         ]
         counts = [_counted(row["verdicts"]), *figures, _counted(row["cache"]), _counted(row["signatures"])]
         shown.add_row(*levels, *counts)
@@ -150,6 +149,7 @@ def _row(runs: list[tuple[Path, dict[str, Any], dict[str, Any]]]) -> dict[str, A
         "cell": cell,
         "label": label(cell),
         "n": len(runs),
+        "runs": [folder.name for folder, _, _ in runs],
         "verdicts": dict(Counter(str(v.get("verdict")) for _, _, v in runs)),
         "ktok_s": median_interval(_column(ended, "ktok_s")),
         "time_to_first_step_s": median_interval(_column(ended, "time_to_first_step_s")),
@@ -164,7 +164,8 @@ def _row(runs: list[tuple[Path, dict[str, Any], dict[str, Any]]]) -> dict[str, A
 def _failure(folder: Path, run: dict[str, Any], verdict: dict[str, Any]) -> dict[str, Any]:
     signature = verdict.get("signature") or {}
     return {
-        "label": f"{label(run.get('cell') or {})} r{run.get('repeat')}",
+        "label": label(run.get("cell") or {}),
+        "repeat": run.get("repeat"),
         "verdict": verdict.get("verdict"),
         "cause": signature.get("cause"),
         "fingerprint": signature.get("fingerprint"),
@@ -207,11 +208,13 @@ def _counted(counts: dict[str, int]) -> str:
 
 def _notes(table: list[dict[str, Any]]) -> list[str]:
     notes = []
+    factors = _factors(table)
     for row in table:
+        where = label({f: row["cell"][f] for f in factors if f in row["cell"]})
         for failure in row["failures"]:
             signature = f" {failure['cause']} ({failure['fingerprint']})" if failure["cause"] else ""
             reason = " ".join((failure["reason"] or failure["evidence"]).split())[:300]
-            notes.append(f"{failure['verdict']}: {failure['label']}:{signature} {reason}".rstrip())
+            notes.append(f"{failure['verdict']}: {where} r{failure['repeat']}:{signature} {reason}".rstrip())
             notes += [f"    flag held by {holder}" for holder in failure["holders"][:3]]
     coverages = {row["ktok_s"]["n"]: row["ktok_s"]["coverage"] for row in table if row["ktok_s"]}
     told = [f"{c:.1%} at n={n}" for n, c in sorted(coverages.items()) if c is not None]
