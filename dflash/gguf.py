@@ -1,11 +1,11 @@
 """GGUF files (version 3) of Llama models -> a Hugging Face model folder, with numpy and `tokenizers` alone.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Block layouts: `ggml-common.h` of the same
-repository. llama.cpp's converter reorders the rows of q and k so that rotary pairs are neighbours; Hugging Face
-keeps the two halves of a head apart, so that order is undone here.
+repository. llama.cpp's converter reorders the rows of q and k so that rotary pairs are neighbours; Hugging
+Face keeps the two halves of a head apart, so that order is undone here.
 
-Supported is what the packaged models use: tensors of type F32, Q8_0 and Q4_1, architecture `llama`, a byte-level
-BPE tokenizer of the `smollm` kind. Anything else raises GGUFError, which says what was met.
+Supported is what the packaged models use: tensors of type F32, Q8_0 and Q4_1, architecture `llama`, a
+byte-level BPE tokenizer of the `smollm` kind. Anything else raises GGUFError, which says what was met.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ class GGUFError(ValueError):
 
 @dataclass
 class Tensor:
-    """One stored tensor; `shape` in row-major order (the reverse of the file's), `read` decodes to float32."""
+    """One stored tensor; `shape` in row-major order (the file's reversed), `read` decodes to float32."""
 
     shape: tuple[int, ...]
     read: Callable[[], np.ndarray]
 
 
 class _Cursor:
-    def __init__(self, data: np.ndarray) -> None:
-        self.view, self.at = memoryview(data), 0
+    def __init__(self, data: memoryview) -> None:
+        self.view, self.at = data, 0
 
     def take(self, fmt: str, count: int = 1) -> Any:
         values = struct.unpack_from(f"<{count}{fmt}", self.view, self.at)
@@ -75,7 +75,7 @@ class _Cursor:
 def read(path: Path | str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The metadata and the tensors of a GGUF file; tensors are decoded only when asked. Raises GGUFError."""
     data = np.memmap(path, dtype=np.uint8, mode="r")
-    cursor = _Cursor(data)
+    cursor = _Cursor(data.data)
     try:
         if bytes(data[:4]) != b"GGUF":
             raise GGUFError(f"{path} does not begin with the letters GGUF")
@@ -99,9 +99,13 @@ def read(path: Path | str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return meta, tensors
 
 
-def _tensor(path: Path | str, data: np.ndarray, name: str, shape: tuple[int, ...], kind: int, at: int) -> Tensor:
+def _tensor(
+    path: Path | str, data: np.ndarray, name: str, shape: tuple[int, ...], kind: int, at: int
+) -> Tensor:
     if kind not in _DECODERS:
-        raise GGUFError(f"{path}: tensor {name} has type {kind}; supported are {sorted(_DECODERS)} (F32, Q4_1, Q8_0)")
+        raise GGUFError(
+            f"{path}: tensor {name} has type {kind}; supported are {sorted(_DECODERS)} (F32, Q4_1, Q8_0)"
+        )
     per_block, block_bytes, decode = _DECODERS[kind]
     elements = int(np.prod(shape))
     size = elements // per_block * block_bytes
@@ -124,7 +128,7 @@ def _q8_0(blocks: np.ndarray) -> np.ndarray:
 
 
 def _q4_1(blocks: np.ndarray) -> np.ndarray:
-    """20 bytes for 32 weights: scale, minimum (halves), then 16 bytes; low nibbles are the first 16 weights."""
+    """20 bytes for 32 weights: scale, minimum (halves), then 16 bytes; low nibbles come first."""
     nibbles = np.concatenate([blocks[:, 4:] & 0x0F, blocks[:, 4:] >> 4], axis=1)
     return _half(blocks, 0) * nibbles.astype(np.float32) + _half(blocks, 2)
 
@@ -209,7 +213,7 @@ def _config(meta: dict[str, Any], tied: bool) -> tuple[dict[str, Any], dict[str,
 
 
 def _write_tokenizer(meta: dict[str, Any], folder: Path, longest: int) -> None:
-    """The SmolLM tokenizer: digits apart, then GPT-2's byte-level BPE; no token is added of its own accord."""
+    """The SmolLM tokenizer: digits apart, then GPT-2's byte-level BPE; no token is added unasked."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     kind = (meta["tokenizer.ggml.model"], meta["tokenizer.ggml.pre"])
@@ -233,7 +237,10 @@ def _write_tokenizer(meta: dict[str, Any], folder: Path, longest: int) -> None:
             "clean_up_tokenization_spaces": False,
             "model_max_length": longest,
             "chat_template": meta["tokenizer.chat_template"],
-            **{f"{role}_token": tokens[meta[f"tokenizer.ggml.{name}_token_id"]] for role, name in named.items()},
+            **{
+                f"{role}_token": tokens[meta[f"tokenizer.ggml.{name}_token_id"]]
+                for role, name in named.items()
+            },
         },
     )
 

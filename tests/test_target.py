@@ -1,0 +1,253 @@
+"""The frozen target: taps, packed documents, early exit, replicas, refusals; on tiny random models."""
+
+import shutil
+import threading
+
+import pytest
+import torch
+import transformers as tf
+from safetensors.torch import load_file, save_file
+
+from dflash import models, settings
+from dflash.settings import SettingError
+from dflash.target import Target, default_taps
+
+CPU = torch.device("cpu")
+VOCAB, HIDDEN, LAYERS = 97, 32, 8
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 48,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 2,
+}
+GROUPED = {"num_key_value_heads": 2, "head_dim": 8}
+SLIDING = {"sliding_window": 5}
+
+CONFIGS = {
+    "llama": lambda: tf.LlamaConfig(**SIZES, **GROUPED),
+    "llama-tied": lambda: tf.LlamaConfig(**SIZES, **GROUPED, tie_word_embeddings=True),
+    "mistral-sliding": lambda: tf.MistralConfig(**SIZES, **GROUPED, **SLIDING),
+    "qwen2-sliding": lambda: tf.Qwen2Config(
+        **SIZES, num_key_value_heads=2, **SLIDING, use_sliding_window=True, max_window_layers=3
+    ),
+    "qwen3": lambda: tf.Qwen3Config(**SIZES, **GROUPED),
+    "gemma3": lambda: tf.Gemma3TextConfig(**SIZES, **GROUPED, **SLIDING, query_pre_attn_scalar=8),
+    "gpt-neox": lambda: tf.GPTNeoXConfig(**SIZES),
+}
+
+
+def make(name="llama"):
+    torch.manual_seed(0)
+    return tf.AutoModelForCausalLM.from_config(CONFIGS[name]()).eval()
+
+
+def pack(*rows, width=24):
+    """Token, document and position tensors [R, width] of rows given as lists of document lengths."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, VOCAB, (len(rows), width), generator=generator)
+    document = torch.full((len(rows), width), -1)
+    position = torch.zeros(len(rows), width, dtype=torch.long)
+    for r, lengths in enumerate(rows):
+        at = 0
+        for number, length in enumerate(lengths):
+            document[r, at : at + length] = number
+            position[r, at : at + length] = torch.arange(length)
+            at += length
+    return tokens, document, position
+
+
+ROWS = ([9, 1, 10], [24], [3, 2], [])
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_features_are_those_of_each_document_run_alone(name):
+    taps = [1, 3, 4, 6]
+    tokens, document, position = pack(*ROWS)
+    model = make(name)
+    alone = []
+    for r, lengths in enumerate(ROWS):
+        for number in range(len(lengths)):
+            part = tokens[r, document[r] == number][None]
+            with torch.no_grad():
+                states = model(part, output_hidden_states=True).hidden_states
+            alone.append((r, number, torch.cat([states[tap + 1] for tap in taps], dim=-1)[0]))
+    features = Target.from_model(model, taps, CPU).features(tokens, document, position)
+    assert features.shape == (len(ROWS), 24, len(taps) * HIDDEN)
+    assert torch.isfinite(features).all()  # padding too
+    for r, number, want in alone:
+        torch.testing.assert_close(features[r, document[r] == number], want, rtol=1e-4, atol=1e-5)
+
+
+def test_what_follows_the_last_tap_is_not_computed():
+    model = make()
+    calls = []
+    for number, layer in enumerate(model.model.layers):
+        layer.register_forward_pre_hook(lambda *_, n=number: calls.append(n))
+    for name in ("norm", "rotary_emb"):
+        getattr(model.model, name).register_forward_pre_hook(lambda *_, n=name: calls.append(n))
+    model.lm_head.register_forward_pre_hook(lambda *_: calls.append("head"))
+    target = Target.from_model(model, [2, 4], CPU)
+    target.features(*pack([24]))
+    assert calls == ["rotary_emb", 0, 1, 2, 3, 4]
+    assert (len(target.layers), target.num_layers) == (5, LAYERS)
+    assert not any(p.requires_grad for p in target.body.parameters())
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_embedding_and_head_are_the_models_own(name):
+    model = make(name)
+    ids = torch.arange(VOCAB)[None]
+    with torch.no_grad():
+        embedded, hidden = model.get_input_embeddings()(ids), torch.randn(3, HIDDEN)
+        logits = model.get_output_embeddings()(hidden)
+    target = Target.from_model(model, None, CPU)
+    torch.testing.assert_close(target.embedding * target.embedding_scale, embedded[0])
+    torch.testing.assert_close(hidden @ target.head.T, logits)
+    assert (target.head is target.embedding) == (name in ("llama-tied", "gemma3"))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_drafter_finds_the_sizes_it_copies(name):
+    target = Target.from_model(make(name), None, CPU)
+    kv_heads = 4 if name == "gpt-neox" else 2
+    assert (target.hidden_size, target.vocab_size, target.intermediate_size) == (HIDDEN, VOCAB, 48)
+    assert (target.num_attention_heads, target.num_key_value_heads, target.head_dim) == (4, kv_heads, 8)
+    assert 0 < target.rms_norm_eps < 1e-4
+    assert target.rope_theta == (1_000_000.0 if name == "gemma3" else 10_000.0)
+
+
+def test_features_can_take_part_in_a_backward_pass():
+    features = Target.from_model(make(), None, CPU).features(*pack([24]))
+    layer = torch.nn.Linear(features.shape[-1], 1)
+    layer(features).sum().backward()
+    assert layer.weight.grad is not None
+
+
+def test_default_taps_are_those_of_the_published_drafters():
+    assert default_taps(36) == [1, 9, 17, 25, 33]  # Qwen3-4B and -8B, z-lab's configurations
+    assert default_taps(30) == [1, 8, 14, 20, 27]
+    assert default_taps(36, 1) == [18]
+
+
+@pytest.mark.parametrize("depth", range(1, 80))
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_default_taps_are_layers_that_exist_each_once(depth, count):
+    taps = default_taps(depth, count)
+    assert taps == sorted(set(taps))
+    assert 0 <= taps[0] <= taps[-1] < depth
+    assert len(taps) == (count if depth >= count + 3 else max(1, depth - 3))
+
+
+def test_a_tap_behind_the_last_layer_is_refused():
+    with pytest.raises(SettingError, match=r"target\.taps=\[1, 8\]: must be below 8"):
+        Target.from_model(make(), [1, 8], CPU)
+
+
+def test_replicas_share_weights_and_run_side_by_side():
+    target = Target.from_model(make("llama-tied"), None, CPU)
+    twins = [target, target.replica(CPU), target.replica(CPU)]
+    for twin in twins[1:]:
+        assert twin.body is not target.body
+        assert twin.embedding is target.embedding
+        assert twin.head is target.head
+        for mine, theirs in zip(twin.body.parameters(), target.body.parameters(), strict=True):
+            assert mine.data_ptr() == theirs.data_ptr()
+    batches = [pack([10 + n, 5], [20]) for n in range(3)]
+    want = [target.features(*batch) for batch in batches]
+    wrong = []
+
+    def work(number):
+        for _ in range(30):
+            if not torch.equal(twins[number].features(*batches[number]), want[number]):
+                wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_a_replica_elsewhere_leaves_the_first_where_it_is():
+    target = Target.from_model(make("llama-tied"), None, CPU)
+    twin = target.replica(torch.device("meta"))
+    assert twin.embedding.is_meta
+    assert twin.head is twin.embedding
+    assert all(p.is_meta for p in twin.body.parameters())
+    assert not any(p.is_meta for p in [target.embedding, *target.body.parameters()])
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A model folder as transformers saves it; the tokenizer is not looked at here."""
+    path = tmp_path / "model"
+    make("qwen3").save_pretrained(path)
+    (path / "tokenizer.json").write_text("{}")
+    return path
+
+
+def test_a_saved_model_loads_as_it_was(folder):
+    wish = settings.Target(model=str(folder), taps=[1, 4])
+    target = Target.load(wish, CPU)
+    batch = pack([24])
+    assert target.embedding.dtype == torch.float32
+    torch.testing.assert_close(
+        target.features(*batch), Target.from_model(make("qwen3"), [1, 4], CPU).features(*batch)
+    )
+    outline = Target.outline(wish)
+    plain = [name for name, value in vars(target).items() if isinstance(value, int | float | list)]
+    assert {"hidden_size", "taps", "rope_theta"} < set(plain)
+    assert {name: vars(outline)[name] for name in plain} == {name: vars(target)[name] for name in plain}
+    assert outline.embedding.is_meta
+    assert outline.embedding.dtype == target.embedding.dtype
+    assert Target.outline(wish, torch.device("cuda")).embedding.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("config.json", b'{"model_type": "no-such-model"}'),
+        ("config.json", b"{"),
+        ("model.safetensors", b"PK"),
+    ],
+)
+def test_a_folder_that_does_not_load_is_told_in_one_sentence(folder, file, content):
+    (folder / file).write_bytes(content)
+    with pytest.raises(
+        SettingError, match=r"target\.model=.*must be a model that transformers loads"
+    ) as caught:
+        Target.load(settings.Target(model=str(folder)), CPU)
+    assert "\n" not in str(caught.value)
+
+
+def test_weights_of_another_shape_are_refused(folder):
+    config = (
+        (folder / "config.json").read_text().replace('"intermediate_size": 48', '"intermediate_size": 52')
+    )
+    (folder / "config.json").write_text(config)
+    with pytest.raises(SettingError, match="must be a model that transformers loads"):
+        Target.load(settings.Target(model=str(folder)), CPU)
+
+
+def test_a_missing_weight_is_refused_not_made_up(folder):
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(SettingError, match=r"1 are missing: model\.layers\.1\.mlp\.up_proj\.weight"):
+        Target.load(settings.Target(model=str(folder)), CPU)
+
+
+def test_the_packaged_model_is_a_target(tmp_path):
+    wish = settings.Target(model="SmolLM2-135M-Instruct", models_dir=str(tmp_path))
+    target = Target.load(wish, CPU)
+    assert target.taps == [1, 8, 14, 20, 27]
+    assert target.embedding.shape == (49_152, 576)
+    assert target.head is target.embedding
+    assert target.features(*pack([20, 4])).shape == (1, 24, 5 * 576)
+    shutil.rmtree(models.folder(wish.model, tmp_path))
