@@ -35,14 +35,22 @@ def main() -> int:
 
 
 def _run(job: JobSettings, out: Path, events: EventWriter) -> int:
+    # Here and not above: a wrong setting is told without waiting for torch.
+    import torch
+
+    from dflash.devices import place
     from dflash.failure import report_failure
-    from dflash.probe import Probe
+    from dflash.probe import Probe, environment
     from dflash.train import train
 
+    placement = place(job)
+    torch.set_num_threads(placement.cpu_threads)
     probe = Probe(events)
-    events.emit("start", compile=job.compile, split=job.split, isolation=job.isolation, **probe.environment())
+    probe.install()
+    factors = {"compile": job.compile, "split": job.split, "isolation": job.isolation}
+    events.emit("start", **factors, **environment(placement.kind))
     try:
-        status = train(job, out, events, probe)
+        status = train(job, placement, out, events, probe)
     except SettingError:
         raise
     except BaseException as error:

@@ -16,9 +16,7 @@ from torch import Tensor
 from dflash.data.rows import eligible_anchors
 
 
-def sample_anchors(
-    loss_mask: np.ndarray, document: np.ndarray, anchors: int, seed: tuple[int, ...]
-) -> np.ndarray:
+def sample_anchors(loss_mask: np.ndarray, document: np.ndarray, anchors: int, seed: tuple[int, ...]) -> np.ndarray:
     """Draw a row's anchors: uniform without replacement from the eligible positions, sorted, padded with -1.
 
     `loss_mask` bool [S], `document` int [S]; gives int64 [anchors]. The draw depends on `seed` alone, so a row
@@ -106,4 +104,3 @@ def acceptance_lengths(correct: Tensor, weight: Tensor, anchors: Tensor, block: 
     right = (correct & (weight > 0)).view(*anchors.shape, block)[:, :, 1:]
     run = right.to(torch.float32).cumprod(-1).sum(-1)
     return 1.0 + run[anchors >= 0]
-

@@ -14,10 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from dflash import settings
+from dflash.attention import DFlashMask
 from dflash.settings import SettingError
 from dflash.target import Target
 
-# (q [R, heads, Q, d], k and v [R, kv_heads, S + Q, d], prepared mask) -> [R, heads, Q, d]
+# What a step's layers share, made from the row's mask; and one layer's attention with it
+# (q [R, heads, Q, d], k and v [R, kv_heads, S + Q, d]) -> [R, heads, Q, d]. Strategies supply the pair.
+Prepare = Callable[[DFlashMask], Any]
 Attend = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
 
 
@@ -78,7 +81,7 @@ class Attention(nn.Module):
         self.q_norm = nn.RMSNorm(g.head_dim, eps=g.norm_eps)
         self.k_norm = nn.RMSNorm(g.head_dim, eps=g.norm_eps)
 
-    def forward(self, x: Tensor, context: Tensor, turn: Tensor, attend: Attend, mask: Any) -> Tensor:
+    def forward(self, x: Tensor, context: Tensor, turn: Tensor, attend: Attend, seen: Any) -> Tensor:
         """x [R, Q, H], context [R, S, H]; turn: rotary cos and sin [2, R, S + Q, head_dim]."""
         rows, queries, _ = x.shape
         both = torch.cat([context, x], dim=1)
@@ -89,7 +92,7 @@ class Attention(nn.Module):
         q = self.q_norm(heads(self.q_proj(x))).transpose(1, 2)
         k = self.k_norm(heads(self.k_proj(both))).transpose(1, 2)
         v = heads(self.v_proj(both)).transpose(1, 2)
-        out = attend(_rotate(q, turn[:, :, -queries:]), _rotate(k, turn), v, mask)
+        out = attend(_rotate(q, turn[:, :, -queries:]), _rotate(k, turn), v, seen)
         return self.o_proj(out.transpose(1, 2).reshape(rows, queries, -1))
 
 
@@ -116,18 +119,18 @@ class Layer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(g.hidden, eps=g.norm_eps)
         self.mlp = MLP(g)
 
-    def forward(self, x: Tensor, context: Tensor, turn: Tensor, attend: Attend, mask: Any) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), context, turn, attend, mask)
+    def forward(self, x: Tensor, context: Tensor, turn: Tensor, attend: Attend, seen: Any) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), context, turn, attend, seen)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class Drafter(nn.Module):
     """All of it but embedding and head, which are the target's and frozen."""
 
-    def __init__(self, geometry: Geometry, attend: Attend) -> None:
+    def __init__(self, geometry: Geometry, prepare: Prepare, attend: Attend) -> None:
         super().__init__()
         g = self.geometry = geometry
-        self.attend = attend
+        self.prepare, self.attend = prepare, attend
         self.fc = nn.Linear(g.num_taps * g.hidden, g.hidden, bias=False)
         self.hidden_norm = nn.RMSNorm(g.hidden, eps=g.norm_eps)
         self.layers = nn.ModuleList(Layer(g) for _ in range(g.layers))
@@ -139,18 +142,18 @@ class Drafter(nn.Module):
                     parameter.data.div_((2 * g.layers) ** 0.5)
 
     def forward(
-        self, features: Tensor, context_position: Tensor, x: Tensor, block_position: Tensor, mask: Any
+        self, features: Tensor, context_position: Tensor, x: Tensor, block_position: Tensor, mask: DFlashMask
     ) -> Tensor:
         """Hidden states of every block slot, ready for the target's head.
 
         features [R, S, taps * H]; context_position [R, S]; x [R, Q, H], the embedded block inputs;
-        block_position [R, Q]; mask: what the strategy's `prepare` made of the row's DFlashMask.
-        Gives [R, Q, H].
+        block_position [R, Q]. Gives [R, Q, H].
         """
+        seen = self.prepare(mask)
         context = self.hidden_norm(self.fc(features))
         turn = self._turn(torch.cat([context_position, block_position], dim=1)).to(x.dtype)
         for layer in self.layers:
-            x = layer(x, context, turn, self.attend, mask)
+            x = layer(x, context, turn, self.attend, seen)
         return self.norm(x)
 
     def _turn(self, position: Tensor) -> Tensor:

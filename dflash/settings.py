@@ -95,6 +95,9 @@ class Drafter:
         for name in ("hidden", "intermediate", "heads", "kv_heads", "head_dim", "window"):
             if getattr(self, name) is not None:
                 _between(f"drafter.{name}", getattr(self, name), 1, 1 << 20)
+        if self.window is not None and self.window < self.block:
+            # Slots of one block would lose sight of each other, which implementations read differently.
+            raise SettingError("drafter.window", self.window, f"must be at least drafter.block={self.block}")
         if self.heads and self.kv_heads and self.heads % self.kv_heads:
             raise SettingError("drafter.heads", self.heads, f"must be a multiple of drafter.kv_heads={self.kv_heads}")
         if self.head_dim and self.head_dim % 2:

@@ -22,54 +22,58 @@ from dflash import strategies
 from dflash.data.dataset import Dataset
 from dflash.data.dataset import load as load_dataset
 from dflash.data.tokens import resolve_mask_token
-from dflash.devices import Placement, place
+from dflash.devices import Placement
 from dflash.drafter import Drafter, Geometry
 from dflash.events import EVENTS_FILE, EventWriter
 from dflash.export import export_drafter
 from dflash.failure import report_failure
 from dflash.models import folder
-from dflash.pipeline.average import Averager, ProcessAverager, ThreadAverager
+from dflash.pipeline.average import Averager, PeerLost, ProcessAverager, ThreadAverager
 from dflash.pipeline.batch import BatchSource
 from dflash.pipeline.channel import Aborted, Channel, ProcessChannel, ThreadChannel
 from dflash.pipeline.workers import Channels, FrozenEnds, Tools, run_drafter, run_target
 from dflash.probe import Probe
-from dflash.settings import JobSettings
-from dflash.target import Target, load_tokenizer, target_shape
+from dflash.settings import JobSettings, SettingError
+from dflash.target import Target
 
 DRAFTER_FOLDER = "drafter"
 # How long workers that are told to end may take before the process leaves without them.
 ABORT_GRACE_S = 15.0
+# Exit status of a worker process that another's death ended.
+PEER_LOST = 4
 
 
-def train(job: JobSettings, out: Path, events: EventWriter, probe: Probe) -> str:
+def train(job: JobSettings, placement: Placement, out: Path, events: EventWriter, probe: Probe) -> str:
     """Run the job; gives `ok`, `interrupted` or `failed`. What failed is in the events.
 
-    Raises SettingError before any work when the settings do not fit the machine, the data or the target.
+    Raises SettingError before any training when the settings do not fit the machine, the data or the target.
     """
-    placement = place(job)
-    torch.set_num_threads(placement.cpu_threads)
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     run = _train_in_threads if job.isolation == "threads" else _train_in_processes
-    return run(job, out, placement, events, probe, stop)
+    return run(job, placement, out, events, probe, stop)
 
 
 # --- threads ---------------------------------------------------------------------------------------------
 
 
 def _train_in_threads(
-    job: JobSettings, out: Path, placement: Placement, events: EventWriter, probe: Probe, stop: threading.Event
+    job: JobSettings,
+    placement: Placement,
+    out: Path,
+    events: EventWriter,
+    probe: Probe,
+    stop: threading.Event,
 ) -> str:
-    strategy = strategies.make(job.compile, placement.kind, probe)
-    strategy.setup_process()
+    strategy = _make_strategy(job, placement.kind, probe)
     tools = Tools(job, events, probe, strategy, stop.is_set)
     events.emit("stage", stage="load")
     targets = _load_targets(job, placement.targets, events)
     events.emit("stage", stage="data")
-    data = _load_data(job, events)
-    source = BatchSource(data.rows, job.train.rows, job.drafter.anchors, job.seed)
+    plan = _plan(job, targets[0], events)
+    source = BatchSource(plan.data.rows, job.train.rows, job.drafter.anchors, job.seed)
 
-    made = [_make_drafter(job, targets[0], strategy, device) for device in placement.drafters]
+    made = [_make_drafter(job, plan, targets[0], strategy, device) for device in placement.drafters]
     limit = _channel_limit(job, len(targets))
     channels: Channels = {(t, d): ThreadChannel(limit) for t in range(len(targets)) for d in range(len(made))}
     averager = ThreadAverager(len(made))
@@ -84,7 +88,7 @@ def _train_in_threads(
     events.emit("counters", at="end", **probe.counters())
     if job.train.save:
         events.emit("stage", stage="save")
-        export_drafter(made[0][0], targets[0], made[0][1].mask_token, out / DRAFTER_FOLDER)
+        export_drafter(made[0][0], targets[0], plan.mask_token, out / DRAFTER_FOLDER)
     return "interrupted" if stop.is_set() else "ok"
 
 
@@ -148,16 +152,22 @@ class Post:
 
 
 def _train_in_processes(
-    job: JobSettings, out: Path, placement: Placement, events: EventWriter, probe: Probe, stop: threading.Event
+    job: JobSettings,
+    placement: Placement,
+    out: Path,
+    events: EventWriter,
+    probe: Probe,
+    stop: threading.Event,
 ) -> str:
-    folder(job.target.model, job.target.models_dir)  # unpacked once, before many ask
-    shape = target_shape(job.target)
-    dtype = shape.dtype(placement.targets[0])
-    size = (job.train.rows, job.data.row_tokens, len(shape.taps) * shape.hidden_size)
+    events.emit("stage", stage="data")
+    outline = Target.outline(job.target)
+    _plan(job, outline, events)  # what cannot work is told here, before any worker exists
+    width = len(outline.taps) * outline.hidden_size
+    size = (job.train.rows, job.data.row_tokens, width)
     context = torch.multiprocessing.get_context("spawn")
     limit = _channel_limit(job, len(placement.targets))
     channels: dict[tuple[int, int], Channel] = {
-        (t, d): ProcessChannel(limit, size, dtype, context)
+        (t, d): ProcessChannel(limit, size, outline.embedding.dtype, context)
         for t in range(len(placement.targets))
         for d in range(len(placement.drafters))
     }
@@ -168,9 +178,7 @@ def _train_in_processes(
     places = {"drafter": placement.drafters, "target": placement.targets}
     for role, devices in places.items():
         for number, device in enumerate(devices):
-            post = Post(
-                role, number, job.to_dict(), out, device, placement.cpu_threads, channels, averager, told
-            )
+            post = Post(role, number, job.to_dict(), out, device, placement.cpu_threads, channels, averager, told)
             worker = context.Process(target=_worker_process, args=(post,), name=f"{role}{number}")
             worker.start()
             workers[worker.name] = worker
@@ -197,10 +205,10 @@ def _train_in_processes(
 
 
 def _report_silent_death(out: Path, dead: list[Any], events: EventWriter) -> None:
-    """A worker that a signal ended could not report itself."""
+    """A worker that a signal ended could not report itself, and who lost it does not know why."""
     if '"event": "failure"' in (out / EVENTS_FILE).read_text(errors="replace"):
         return
-    worker = next((w for w in dead if w.exitcode < 0), dead[0])
+    worker = min(dead, key=lambda w: (w.exitcode == PEER_LOST, w.exitcode))
     how = f"signal {signal.Signals(-worker.exitcode).name}" if worker.exitcode < 0 else f"status {worker.exitcode}"
     events.emit(
         "failure",
@@ -223,26 +231,27 @@ def _worker_process(post: Post) -> None:
     job = JobSettings.from_dict(post.job)
     events = EventWriter(post.out / EVENTS_FILE)
     probe = Probe(events)
+    probe.install()
     try:
         torch.set_num_threads(post.cpu_threads)
-        strategy = strategies.make(job.compile, post.device.type, probe)
-        strategy.setup_process()
+        strategy = _make_strategy(job, post.device.type, probe)
         tools = Tools(job, events, probe, strategy, post.stop.is_set)
         (target,) = _load_targets(job, [post.device], events)
+        plan = _plan(job, target, None)
         if post.role == "target":
-            data = _load_data(job, events if post.number == 0 else None)
-            source = BatchSource(data.rows, job.train.rows, job.drafter.anchors, job.seed)
+            source = BatchSource(plan.data.rows, job.train.rows, job.drafter.anchors, job.seed)
             run_target(tools, post.number, target, source, post.channels)
         else:
-            drafter, ends = _make_drafter(job, target, strategy, post.device)
+            drafter, ends = _make_drafter(job, plan, target, strategy, post.device)
             run_drafter(tools, post.number, drafter, ends, post.channels, post.averager)
             events.emit("counters", at="end", **probe.counters())
             events.emit("memory", **probe.memory())
             if post.number == 0 and job.train.save:
                 events.emit("stage", stage="save")
-                export_drafter(drafter, target, ends.mask_token, post.out / DRAFTER_FOLDER)
-    except Aborted:
-        return
+                export_drafter(drafter, target, plan.mask_token, post.out / DRAFTER_FOLDER)
+    except PeerLost as error:
+        events.emit("warning", code="peer.lost", message=str(error))
+        sys.exit(PEER_LOST)  # the parent knows who went first
     except BaseException as error:
         report_failure(events, probe, name, error)
         sys.exit(1)
@@ -251,43 +260,66 @@ def _worker_process(post: Post) -> None:
 # --- shared ----------------------------------------------------------------------------------------------
 
 
+def _make_strategy(job: JobSettings, device_type: str, probe: Probe) -> strategies.Strategy:
+    try:
+        strategy = strategies.make(job.compile, device_type, probe)
+    except strategies.Unavailable as reason:
+        raise SettingError("compile", job.compile, str(reason)) from None
+    strategy.setup_process()
+    return strategy
+
+
 def _load_targets(job: JobSettings, devices: list[torch.device], events: EventWriter) -> list[Target]:
-    """One target a device; on CPU the replicas share their frozen weights."""
+    """One target a device; replicas on one device share their frozen weights."""
     targets: list[Target] = []
     for number, device in enumerate(devices):
-        same = next((t for t in targets if t.device == device), None)
-        targets.append(same if same is not None else Target.load(job.target, device))
+        targets.append(targets[0].replica(device) if targets else Target.load(job.target, device))
         events.emit("progress", what="targets", done=number + 1, total=len(devices))
     return targets
 
 
-def _load_data(job: JobSettings, events: EventWriter | None) -> Dataset:
+@dataclass(frozen=True)
+class Plan:
+    """What follows from data, tokenizer and the target's shape."""
+
+    data: Dataset
+    geometry: Geometry
+    mask_token: int
+
+
+def _plan(job: JobSettings, target: Target, events: EventWriter | None) -> Plan:
+    """Read the data and settle what the settings leave open; raises SettingError where they cannot work."""
+    from transformers import AutoTokenizer
+
+    geometry = Geometry.settle(job.drafter, target)
+    tokenizer = AutoTokenizer.from_pretrained(
+        folder(job.target.model, job.target.models_dir),
+        local_files_only=True,
+        trust_remote_code=job.target.trust_remote_code,
+    )
+    mask_token = resolve_mask_token(job.drafter.mask_token, tokenizer, target.vocab_size)
+
     def progress(done: int, total: int) -> None:
         if events:
             events.emit("progress", what="conversations", done=done, total=total)
 
-    tokenizer = load_tokenizer(job.target)
-    data = load_dataset(job.data, tokenizer, block=job.drafter.block, seed=job.seed, progress=progress)
+    data = load_dataset(job.data, tokenizer, seed=job.seed, progress=progress)
     if events:
         events.emit("data", **data.summary)
-    return data
+    return Plan(data, geometry, mask_token)
 
 
 def _make_drafter(
-    job: JobSettings, target: Target, strategy: strategies.Strategy, device: torch.device
+    job: JobSettings, plan: Plan, target: Target, strategy: strategies.Strategy, device: torch.device
 ) -> tuple[Drafter, FrozenEnds]:
     """A drafter with weights drawn from the job's seed (so equal in every worker), and what it shares."""
-    mask_token = resolve_mask_token(job.drafter.mask_token, load_tokenizer(job.target), target.vocab_size)
-    geometry = Geometry.settle(job.drafter, target)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(job.seed)
-        drafter = Drafter(geometry, strategy.attend)
-    ends = FrozenEnds(target.embedding.to(device), target.head.to(device), mask_token)
+        drafter = Drafter(plan.geometry, strategy.prepare, strategy.attend)
+    ends = FrozenEnds(target.embedding.to(device), target.embedding_scale, target.head.to(device), plan.mask_token)
     return drafter.to(device=device, dtype=ends.head.dtype), ends
 
 
 def _channel_limit(job: JobSettings, num_targets: int) -> int:
     """Bytes one channel may hold: the bound is per drafter, shared by the targets that feed it."""
     return int(job.train.queue_mib * (1 << 20)) // num_targets
-
-

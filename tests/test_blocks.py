@@ -36,9 +36,7 @@ def test_blocks_match_the_definition_slot_by_slot(row, block, num_anchors, seed)
     anchors = sample_anchors(row["loss_mask"], row["document"], num_anchors, (seed,))
     tensors = {k: torch.from_numpy(v)[None] for k, v in row.items()}
     gamma = gamma_for(block)
-    got = make_blocks(
-        **tensors, anchors=torch.from_numpy(anchors)[None], block=block, mask_token=MASK, gamma=gamma
-    )
+    got = make_blocks(**tensors, anchors=torch.from_numpy(anchors)[None], block=block, mask_token=MASK, gamma=gamma)
     size = len(row["tokens"])
     for i, a in enumerate(anchors):
         for k in range(block):

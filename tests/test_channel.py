@@ -1,5 +1,6 @@
 """Channels and averaging: order, bounds, ends."""
 
+import copy
 import threading
 import time
 
@@ -33,21 +34,33 @@ def channels():
     return [ThreadChannel(2 * size), ProcessChannel(2 * size, (1, 4, 2), torch.float32, context)]
 
 
-@pytest.mark.parametrize("channel", channels(), ids=["threads", "processes"])
-def test_batches_come_out_in_order_and_never_more_than_the_bound_waits(channel):
+@pytest.mark.parametrize("kind", [0, 1], ids=["threads", "processes"])
+def test_batches_come_out_in_order_and_never_more_than_the_bound_waits(kind):
+    # Writer and reader of a process channel each hold an end of their own.
+    channel = channels()[kind]
+    reader = copy.copy(channel) if kind else channel
     size = batch(0).bytes
     sender = threading.Thread(target=lambda: [channel.put(batch(i)) for i in range(6)])
     sender.start()
     time.sleep(0.2)
     assert channel.stats().bytes == 2 * size
     for expected in range(6):
-        got = channel.get(CPU)
+        got = reader.get(CPU)
         assert got.index == expected
         assert (got.features == expected).all()
         assert channel.stats().bytes <= 2 * size
     sender.join(5)
     assert channel.stats().bytes == 0
     assert channel.stats().target_waited > 0.1  # it waited for room while we slept
+
+
+def test_very_many_small_batches_may_wait_between_processes():
+    context = torch.multiprocessing.get_context("spawn")
+    channel = ProcessChannel(64 << 20, (1, 4, 2), torch.float32, context)  # two million slots
+    reader = copy.copy(channel)
+    for index in range(50):
+        channel.put(batch(index))
+    assert [reader.get(CPU).index for _ in range(50)] == list(range(50))
 
 
 def test_a_batch_larger_than_the_bound_still_passes():

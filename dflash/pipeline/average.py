@@ -17,6 +17,10 @@ from torch import Tensor
 from dflash.pipeline.channel import Aborted
 
 
+class PeerLost(RuntimeError):
+    """The group broke while this drafter waited for the others: the echo of a death, seldom its cause."""
+
+
 class Averager(Protocol):
     def total(self, rank: int, vector: Tensor) -> Tensor: ...
     def abort(self) -> None: ...
@@ -65,9 +69,17 @@ class ProcessAverager:
         self._joined = False
 
     def total(self, rank: int, vector: Tensor) -> Tensor:
-        """As ThreadAverager.total; the first call joins the group."""
+        """As ThreadAverager.total; the first call joins the group. Raises PeerLost."""
         if self.drafters == 1:
             return vector
+        try:
+            self._join(rank, vector)
+            torch.distributed.all_reduce(vector)
+        except RuntimeError as error:
+            raise PeerLost(str(error)) from error
+        return vector
+
+    def _join(self, rank: int, vector: Tensor) -> None:
         if not self._joined:
             # Gloo looks the host's name up otherwise, which fails on machines without a resolver.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -78,8 +90,6 @@ class ProcessAverager:
                 world_size=self.drafters,
             )
             self._joined = True
-        torch.distributed.all_reduce(vector)
-        return vector
 
     def abort(self) -> None:
         """The parent ends the processes."""

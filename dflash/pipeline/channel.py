@@ -85,50 +85,47 @@ class ThreadChannel:
 
 
 class ProcessChannel:
-    """Between two processes: features lie in shared memory, in as many slots as the bound allows.
+    """Between two processes: features lie in a ring of slots in shared memory, as many as the bound allows.
 
-    Slots are made once, for shapes are constant; so nothing is pickled but a slot's number and the batch's
-    small tensors. Waiters are not woken on abort: the parent ends the processes.
+    Slots are made once, for shapes are constant; only a batch's small tensors are pickled. Waiters are not
+    woken on abort: the parent ends the processes.
     """
 
     def __init__(self, limit_bytes: int, shape: tuple[int, ...], dtype: torch.dtype, context: Any) -> None:
-        size = dtype.itemsize * int(torch.Size(shape).numel())
-        self._slots: list[Tensor] = [
-            torch.empty(shape, dtype=dtype).share_memory_() for _ in range(max(1, limit_bytes // size))
-        ]
-        self._size = size
-        self._free, self._ready = context.SimpleQueue(), context.SimpleQueue()
+        self._size = dtype.itemsize * int(torch.Size(shape).numel())
+        count = max(1, limit_bytes // self._size)
+        self._slots = torch.empty((count, *shape), dtype=dtype).share_memory_()
+        self._free, self._ready = context.Semaphore(count), context.SimpleQueue()
         self._waiting = context.Value("q", 0)
         self._target_waited, self._drafter_waited = context.Value("d", 0.0), context.Value("d", 0.0)
-        for slot in range(len(self._slots)):
-            self._free.put(slot)
+        self._next = 0  # the slot that this end uses next: writer and reader go round in the same order
 
     def put(self, batch: Batch) -> None:
         since = time.perf_counter()
-        slot = self._free.get()
+        self._free.acquire()
         self._target_waited.value += time.perf_counter() - since  # one writer
         assert batch.features is not None
-        self._slots[slot].copy_(batch.features)
+        self._slots[self._next].copy_(batch.features)
+        self._next = (self._next + 1) % len(self._slots)
         with self._waiting.get_lock():
             self._waiting.value += 1
-        fields = {k: v.numpy() if isinstance(v, Tensor) else v for k, v in vars(batch).items() if k != "features"}
-        self._ready.put((slot, fields))
+        small = {k: v.numpy() if isinstance(v, Tensor) else v for k, v in vars(batch).items() if k != "features"}
+        self._ready.put(small)
 
     def get(self, device: torch.device) -> Batch:
         since = time.perf_counter()
-        slot, fields = self._ready.get()
+        small = self._ready.get()
         self._drafter_waited.value += time.perf_counter() - since  # one reader
-        features = self._slots[slot].to(device, copy=True)
+        features = self._slots[self._next].to(device, copy=True)
+        self._next = (self._next + 1) % len(self._slots)
         with self._waiting.get_lock():
             self._waiting.value -= 1
-        self._free.put(slot)
-        small = {k: v if isinstance(v, int) else torch.from_numpy(v) for k, v in fields.items()}
-        return Batch(**small, features=features)
+        self._free.release()
+        tensors = {k: v if isinstance(v, int) else torch.from_numpy(v) for k, v in small.items()}
+        return Batch(**tensors, features=features)
 
     def stats(self) -> ChannelStats:
-        return ChannelStats(
-            self._waiting.value * self._size, self._target_waited.value, self._drafter_waited.value
-        )
+        return ChannelStats(self._waiting.value * self._size, self._target_waited.value, self._drafter_waited.value)
 
     def abort(self) -> None:
         """Nothing to wake: see the class."""

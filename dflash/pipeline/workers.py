@@ -49,6 +49,7 @@ class FrozenEnds:
     """The target's embedding and head [V, H], which the drafter shares, and the mask token's id."""
 
     embedding: Tensor
+    embedding_scale: float  # what the target multiplies embeddings by: 1, or Gemma's sqrt(H)
     head: Tensor
     mask_token: int
 
@@ -62,7 +63,9 @@ def run_target(tools: Tools, number: int, target: Target, source: BatchSource, c
         batch = source.batch(index)
         with tools.strategy.quiet():
             features = target.features(
-                batch.tokens.to(target.device), batch.document.to(target.device), batch.position.to(target.device)
+                batch.tokens.to(target.device),
+                batch.document.to(target.device),
+                batch.position.to(target.device),
             )
             if features.is_cuda:
                 torch.cuda.current_stream(features.device).synchronize()
@@ -97,7 +100,10 @@ def run_drafter(
     strategy.setup_thread()
     parameters = list(drafter.parameters())
     optimizer = torch.optim.AdamW(
-        parameters, lr=job.optim.lr, betas=(job.optim.betas[0], job.optim.betas[1]), weight_decay=job.optim.weight_decay
+        parameters,
+        lr=job.optim.lr,
+        betas=(job.optim.betas[0], job.optim.betas[1]),
+        weight_decay=job.optim.weight_decay,
     )
     forward = strategy.compile_forward(drafter)
     reporter = Reporter(tools, channels) if rank == 0 else None
@@ -109,7 +115,7 @@ def run_drafter(
         shape_class = (str(device), tuple(batch.tokens.shape), job.drafter.anchors, job.drafter.block)
 
         def body(batch: Batch = batch) -> StepSums:
-            return _forward_backward(job, drafter, forward, strategy, ends, batch)
+            return _forward_backward(job, drafter, forward, ends, batch)
 
         sums = strategy.run(name, shape_class, body)
         sums.stop = float(tools.stopping())
@@ -118,16 +124,21 @@ def run_drafter(
         total = averager.total(rank, vector)
         with strategy.quiet():
             sums = _unpack(total)
-            norm = _apply(optimizer, parameters, total, sums.weight, job, learning_rate(step, job.train.steps, job.optim))
+            norm = _apply(
+                optimizer,
+                parameters,
+                total,
+                sums.weight,
+                job,
+                learning_rate(step, job.train.steps, job.optim),
+            )
         if reporter:
             reporter.step_ended(step, sums, norm)
         if sums.stop:
             break
 
 
-def _forward_backward(
-    job: JobSettings, drafter: Drafter, forward: Any, strategy: Strategy, ends: FrozenEnds, batch: Batch
-) -> StepSums:
+def _forward_backward(job: JobSettings, drafter: Drafter, forward: Any, ends: FrozenEnds, batch: Batch) -> StepSums:
     """One drafter's gradient of the weighted loss sum; can be run again from the start."""
     for parameter in drafter.parameters():
         parameter.grad = None
@@ -142,10 +153,8 @@ def _forward_backward(
         mask_token=ends.mask_token,
         gamma=job.loss.gamma or gamma_for(job.drafter.block),
     )
-    x = torch.nn.functional.embedding(blocks.inputs.to(device), ends.embedding)
-    mask = strategy.prepare(
-        DFlashMask(batch.document.to(device), batch.anchors.to(device), job.drafter.block, job.drafter.window)
-    )
+    x = torch.nn.functional.embedding(blocks.inputs.to(device), ends.embedding) * ends.embedding_scale
+    mask = DFlashMask(batch.document.to(device), batch.anchors.to(device), job.drafter.block, job.drafter.window)
     hidden = forward(batch.features, batch.position.to(device), x, blocks.position.to(device), mask)
     at = blocks.weight.flatten().nonzero().squeeze(-1)  # on the CPU: no device synchronisation
     labels, weight = blocks.labels.flatten()[at].to(device), blocks.weight.flatten()[at].to(device)
@@ -169,7 +178,12 @@ def _forward_backward(
 
 
 def _apply(
-    optimizer: torch.optim.Optimizer, parameters: list[Any], total: Tensor, weight: float, job: JobSettings, lr: float
+    optimizer: torch.optim.Optimizer,
+    parameters: list[Any],
+    total: Tensor,
+    weight: float,
+    job: JobSettings,
+    lr: float,
 ) -> float:
     """Step with the joint batch's gradient, clipped; gives its norm before clipping."""
     gradient = total[: -len(fields(StepSums))].div_(weight)
