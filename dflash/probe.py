@@ -274,14 +274,19 @@ def environment(device_type: str) -> dict[str, Any]:
 
 
 def _path(frame: FrameType | None, tracer: str) -> str:
-    """The torch functions that led to a trace, outermost first: the last one in each module on the way."""
+    """The torch functions that led to a trace, outermost first: of each module on the way the last one.
+
+    Of a long way the last five; a backward that compiles late is marked, for it runs where autograd runs it.
+    """
     chain: list[str] = []
-    module_before = ""
-    while frame is not None and len(chain) < 6:
-        module = frame.f_globals.get("__name__", "")
-        if module != module_before and module.startswith(TRACING_CODE):
-            chain.append(f"{module.rpartition('.')[2]}.{frame.f_code.co_name}")
-        if module.startswith(TRACING_CODE):
+    module_before, in_backward = "", False
+    while frame is not None:
+        module, function = frame.f_globals.get("__name__", ""), frame.f_code.co_name
+        in_backward = in_backward or (module.endswith("runtime_wrappers") and function == "backward")
+        if module.startswith(TRACING_CODE) and function not in ("_fn", "symbolic_trace"):
+            if module != module_before and len(chain) < 5:
+                chain.append(f"{module.rpartition('.')[2]}.{function}")
             module_before = module
         frame = frame.f_back
+    chain += ["lazy backward"] * in_backward
     return " > ".join([*reversed(chain), f"{tracer}.trace"])
