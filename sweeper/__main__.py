@@ -6,6 +6,8 @@ Exit status: 0 every planned run has a verdict; 3 some are not ok and strict=tru
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import sys
 import tempfile
@@ -35,10 +37,15 @@ def command(arguments: list[str]) -> int:
     from sweeper.complaints import sentence
 
     arguments = ["verbose=true" if word in ("-v", "--verbose") else word for word in arguments]
+    many = bool({"-m", "--multirun"} & set(arguments))
+    if many:  # argparse reads no setting that follows a flag which itself follows a setting
+        arguments = ["-m", *(word for word in arguments if word not in ("-m", "--multirun"))]
     sys.argv = [sys.argv[0], *arguments]
+    if complaint := _bad_flags(arguments):
+        print(f"sweeper: {complaint}", file=sys.stderr)
+        return BAD_INPUT
     # Hydra then raises instead of printing and leaving, so that what went wrong is ours to tell.
     os.environ["HYDRA_FULL_ERROR"] = "1"
-    many = bool({"-m", "--multirun"} & set(arguments))
     status = 0
 
     def task(configs: Any) -> list[list[str]]:
@@ -62,6 +69,19 @@ def command(arguments: list[str]) -> int:
         except KeyboardInterrupt:
             return INTERRUPTED
     return status
+
+
+def _bad_flags(arguments: list[str]) -> str:
+    """What argparse, which would print its usage as well, says of flags that do not exist."""
+    from hydra._internal.utils import get_args_parser
+
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+            get_args_parser().parse_args(arguments)
+    except SystemExit as end:
+        return said.getvalue().splitlines()[-1].partition("error: ")[2] if end.code else ""
+    return ""
 
 
 def _resolvers(scratch: str) -> None:

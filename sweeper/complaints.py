@@ -11,6 +11,14 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from dflash.settings import SettingError
 from sweeper import help
 
+# OmegaConf's words for a value of the wrong type, and ours.
+_TYPES = {
+    "converted to Integer": "must be a whole number",
+    "converted to Float": "must be a number",
+    "not a valid bool": "must be true or false",
+    "Incompatible value 'None'": "must not be null",
+}
+
 
 def sentence(error: BaseException, arguments: list[str]) -> str:
     """One line of text for an error that the person at the keyboard can cure."""
@@ -25,14 +33,14 @@ def sentence(error: BaseException, arguments: list[str]) -> str:
     mandatory = _cause(error, MissingMandatoryValue)
     if mandatory is not None:
         key = getattr(mandatory, "full_key", None) or _first(mandatory)
-        return f"{key}=???: must be given" + (
-            ", such as 'workload.argv=[python,train.py]'" if "argv" in key else ""
-        )
+        return f"{key}=???: must be given" + (", such as 'workload.argv=[python,train.py]'" if "argv" in key else "")
     text = str(error)
     if "struct" in text or "Could not override" in text:
         return _unknown_key(text, arguments)
     key, value = _culprit(error, arguments)
-    return f"{key}={value}: {_first(_deepest(error))}" if key else _first(error)
+    said = _first(_deepest(error))
+    allowed = next((words for pattern, words in _TYPES.items() if re.search(pattern, said)), said)
+    return f"{key}={value}: {allowed}" if key else said
 
 
 def _wrong_level(error: MissingConfigException) -> str:
@@ -51,17 +59,11 @@ def _unknown_key(text: str, arguments: list[str]) -> str:
     value = next((a.partition("=")[2] for a in arguments if a.lstrip("+~").partition("=")[0] == key), "")
     known = help.known_keys()
     last = key.rpartition(".")[2]
-    near = difflib.get_close_matches(key, known, n=3, cutoff=0.6) or [
-        k for k in known if k.rpartition(".")[2] == last
-    ]
+    near = difflib.get_close_matches(key, known, n=2, cutoff=0.7) or [k for k in known if k.rpartition(".")[2] == last]
     if not near:
         inside = key.rpartition(".")[0]
         near = [k for k in known if inside and k.startswith(inside + ".")]
-        hint = (
-            f"known in {inside}: {', '.join(near)}"
-            if near
-            else "sweeper --help and --cfg job list what there is"
-        )
+        hint = f"known in {inside}: {', '.join(near)}" if near else "sweeper --help and --cfg job list what there is"
     else:
         hint = f"did you mean {' or '.join(near)}?"
     return f"{key}={value}: unknown setting; {hint}"
@@ -70,7 +72,7 @@ def _unknown_key(text: str, arguments: list[str]) -> str:
 def _culprit(error: BaseException, arguments: list[str]) -> tuple[str, str]:
     """The setting that an error is about, with the value that the command line gave it."""
     key = getattr(_cause(error, OmegaConfBaseException), "full_key", None) or ""
-    for argument in arguments:
+    for argument in reversed(arguments):
         name, _, value = argument.lstrip("+~").partition("=")
         if (key and name == key) or (not key and argument in str(error)):
             return name, value

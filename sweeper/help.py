@@ -39,10 +39,7 @@ more:        --cfg job  composed settings    --info  where they come from    --h
 def text() -> str:
     """The whole help text."""
     defaults = {
-        name: level
-        for entry in _config()["defaults"]
-        if isinstance(entry, dict)
-        for name, level in entry.items()
+        name: level for entry in _config()["defaults"] if isinstance(entry, dict) for name, level in entry.items()
     }
     parts = [EXAMPLES, "factors and their levels (* is the default):"]
     for group, what in GROUPS.items():
@@ -53,9 +50,7 @@ def text() -> str:
     parts.append("\nsettings:")
     for name, (value, comment) in top_level().items():
         parts.append(
-            f"  {name + '=' + value:<19} {comment}"
-            if len(value) < 14
-            else f"  {name}\n{'':<22}{comment}; {value}"
+            f"  {name + '=' + value:<19} {comment}" if len(value) < 14 else f"  {name}\n{'':<22}{comment}; {value}"
         )
     return "\n".join([*parts, "", NOTES])
 
@@ -90,13 +85,9 @@ def known_keys() -> list[str]:
     """Every key that a command line can set, dotted."""
     keys: set[str] = set(GROUPS)
     for path in [CONF / "config.yaml", *(CONF / "workload").glob("*.yaml")]:
-        prefix = (
-            "" if path.name == "config.yaml" or "_global_" in path.read_text().split("\n")[0] else "workload."
-        )
+        prefix = "" if path.name == "config.yaml" or "_global_" in path.read_text().split("\n")[0] else "workload."
         keys.update(_flatten(_load(path), prefix))
-    return sorted(
-        key for key in keys if not key.startswith(("hydra", "defaults")) and not key.endswith("about")
-    )
+    return sorted(key for key in keys if not key.startswith(("hydra", "defaults")) and not key.endswith("about"))
 
 
 def _flatten(values: dict[str, Any], prefix: str) -> list[str]:

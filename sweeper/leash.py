@@ -7,7 +7,7 @@ all orphans below it (Linux), so that a grandchild that left its session still i
 session of its own and then speaks lines:
 
     leash -> harness   "pid N TIME" once started, or "failed WHY";
-                       "exit CODE TIME" or "signal N TIME" once the tree is gone (TIME in Unix seconds: the child's)
+                       "exit CODE TIME" or "signal N TIME" once the tree is gone (TIME: the child's, Unix s)
     harness -> leash   "term" (ask the child to stop), "kill" (end the tree), "abort" (SIGABRT to the tree)
 
 The harness's end closing, in whatever way it died, means: ask, wait GRACE seconds, kill. Standard library

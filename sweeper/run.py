@@ -197,9 +197,7 @@ def _ensure_snapshot(run: Run, session: Session, index: int) -> str:
         return session.unprimed[key]
     if caches.has_snapshot(session.folder, key):
         return ""
-    with held(
-        session, f"snapshot-{key[:24]}", lambda: f"waiting for another harness that primes {run.label}"
-    ) as mine:
+    with held(session, f"snapshot-{key[:24]}", lambda: f"waiting for another harness that primes {run.label}") as mine:
         if not mine or caches.has_snapshot(session.folder, key):
             return ""
         session.display.note(f"no snapshot for {run.label}: priming first")
@@ -238,9 +236,7 @@ def _unwritable(record: _Record, error: OSError) -> dict[str, Any]:
     shutil.rmtree(record.caches, ignore_errors=True)
     session.display.note(f"{record.folder.name}: the harness could not write ({error})")
     said = f"OSError: {error}"
-    evidence = Evidence(
-        None, None, "itself", None, [], 0, said, "", None, f"the harness could not write: {error}"
-    )
+    evidence = Evidence(None, None, "itself", None, [], 0, said, "", None, f"the harness could not write: {error}")
     told = {
         **judge(evidence).to_dict(),
         "figures": figures([]).to_dict(),

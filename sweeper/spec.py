@@ -129,9 +129,7 @@ class Run:
         spec, facts = json.loads(json.dumps([self.spec, self.facts]))
         for settings in (spec, facts["settings"]):
             if "train" in settings:
-                settings["train"]["steps"] = min(
-                    settings["train"]["steps"], settings["train"]["steady_after"] + 2
-                )
+                settings["train"]["steps"] = min(settings["train"]["steps"], settings["train"]["steady_after"] + 2)
         return replace(
             self, cell=self.cell | {"cache": "cold"}, spec=spec, facts=facts, repeat=1, role="prime", skip=""
         )
@@ -145,13 +143,15 @@ def read(configs: Sequence[DictConfig]) -> tuple[Options, list[Run]]:
 
     Raises SettingError.
     """
+    for config in configs:
+        for name in (*Options.__dataclass_fields__, *SHARED, "wheel", "cache", "workload"):
+            if name not in config:
+                raise SettingError(name, "removed", "this setting is required")
     options = [_options(config) for config in configs]
     for one in options[1:]:
         for name, value in asdict(one).items():
             if value != getattr(options[0], name):
-                raise SettingError(
-                    name, f"{getattr(options[0], name)},{value}", "must be the same in every cell"
-                )
+                raise SettingError(name, f"{getattr(options[0], name)},{value}", "must be the same in every cell")
     options[0].check()
     swept = _swept(configs)
     return options[0], [_run(config, swept, options[0]) for config in configs]
@@ -198,7 +198,7 @@ def _run(config: DictConfig, swept: Iterable[str], options: Options) -> Run:
         "isolation": levels["isolation"],
         "device": _device(settings["device"], wheel),
         "seed": settings["seed"],
-        **{name: settings[name] for name in workload.sections},
+        **{name: settings[name] for name in workload.sections if name in settings},
     }
     _check_split(spec["split"], spec["device"])
     if type(spec["seed"]) is not int or spec["seed"] < 0:
@@ -235,9 +235,7 @@ def _job(spec: dict[str, Any]) -> dict[str, Any]:
     job.check()
     job.data.path = os.path.abspath(os.path.expanduser(job.data.path))
     if not os.path.isfile(job.data.path) or not os.access(job.data.path, os.R_OK):
-        raise SettingError(
-            "data.path", job.data.path, "must be a readable file of chats, one JSON object a line"
-        )
+        raise SettingError("data.path", job.data.path, "must be a readable file of chats, one JSON object a line")
     job.target.models_dir = os.path.abspath(os.path.expanduser(job.target.models_dir))
     models.check(job.target.model, job.target.models_dir)
     if os.path.isdir(job.target.model):
@@ -264,9 +262,7 @@ def _check_split(text: Any, device: str) -> None:
     if device == "cuda" and wanted > machine.gpus():
         raise SettingError("split", text, f"needs {wanted} GPUs and this machine shows {machine.gpus()}")
     if device == "cpu" and wanted > machine.CPU_WORKERS:
-        raise SettingError(
-            "split", text, f"on CPU targets and drafters together must be at most {machine.CPU_WORKERS}"
-        )
+        raise SettingError("split", text, f"on CPU targets and drafters together must be at most {machine.CPU_WORKERS}")
 
 
 def _check_store(folder: Path) -> None:
@@ -292,8 +288,10 @@ def _facts(spec: dict[str, Any], workload: Workload, wheel: wheels.Wheel) -> dic
         settings["target"]["model"] = models.identity(spec["target"]["model"], spec["target"]["models_dir"])
         code = _package_hash("dflash")
     else:
-        scripts = sorted(arg for arg in {*workload.argv, *workload.code} if os.path.isfile(arg))
-        code = _hash([[path, _file_hash(os.path.abspath(path))] for path in scripts])
+        # Programs only: what else a command names may be its output, which must not make it another run.
+        programs = [word for word in workload.argv if word.endswith((".py", ".sh")) or word == workload.argv[0]]
+        files = sorted(path for path in {*programs, *workload.code} if os.path.isfile(path))
+        code = _hash([[path, _file_hash(os.path.abspath(path))] for path in files])
     return {
         "workload": workload.name,
         "argv": list(workload.argv),

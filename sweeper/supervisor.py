@@ -73,8 +73,7 @@ def environment(run_dir: Path, extra: Mapping[str, str]) -> dict[str, str]:
     env = {
         name: value
         for name, value in os.environ.items()
-        if (name in ALLOWED or name.startswith(ALLOWED_PREFIXES))
-        and not any(x in name.upper() for x in SECRET)
+        if (name in ALLOWED or name.startswith(ALLOWED_PREFIXES)) and not any(x in name.upper() for x in SECRET)
     }
     return env | {
         "PYTHONFAULTHANDLER": "1",
@@ -255,9 +254,7 @@ class _Watch:
             time.sleep(POLL_S)
         with open(self.run_dir / LOG_FILE, "rb") as file:
             file.seek(before)
-            stacks += "== what the child printed when aborted\n" + file.read(LOG_TAIL).decode(
-                "utf-8", "replace"
-            )
+            stacks += "== what the child printed when aborted\n" + file.read(LOG_TAIL).decode("utf-8", "replace")
         with open(self.run_dir / STACKS_FILE, "a", encoding="utf-8") as out:
             out.write(stacks)
         self.stopping = time.monotonic()
@@ -274,9 +271,7 @@ class _Watch:
 
 def _dump_stacks(child: int | None) -> str:
     """Stacks of all threads of each Python process of the tree, by py-spy where there is one."""
-    tool = shutil.which(
-        "py-spy", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    )
+    tool = shutil.which("py-spy", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
     if tool is None or child is None:
         return ""
     text = ""

@@ -68,8 +68,7 @@ def sweep(configs: Sequence[DictConfig]) -> Result:
     with Interrupts() as interrupts:
         found = _carry_out(plan, options, interrupts)
     verdicts = [
-        [found[i] for n in range(options.repeat) if (i := cell.repeated(n + 1).identity) in found]
-        for cell in cells
+        [found[i] for n in range(options.repeat) if (i := cell.repeated(n + 1).identity) in found] for cell in cells
     ]
     if interrupts.count:
         status = INTERRUPTED
@@ -127,9 +126,7 @@ def describe(plan: Plan) -> str:
         time_s = "-" if item.done or item.run.skip else _duration(item.estimate)
         rows.append((str(place), item.run.label, item.run.identity[:12], state, time_s))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     known = [item.estimate for item in plan.waiting if item.estimate is not None]
     unknown = sum(item.estimate is None and not item.run.skip for item in plan.waiting)
     total = _duration(sum(known)) if known else "unknown"
@@ -176,9 +173,7 @@ def _carry_out(plan: Plan, options: spec.Options, interrupts: Interrupts) -> dic
             place += item.done is None
             _one(item, session, place)
         # What a repeat or a rerun left on disk is what counts, whoever made it.
-        latest = [
-            (item.run.identity, last) for item in plan.items if (last := _last(options.folder, item.run))
-        ]
+        latest = [(item.run.identity, last) for item in plan.items if (last := _last(options.folder, item.run))]
         rows = table.rows([last.folder for _, last in latest])
         tracker.close_sweep(plan.id, rows)
         screen.close()
@@ -203,11 +198,7 @@ def _one(item: Planned, session: run.Session, place: int) -> None:
             return
         last = _last(session.folder, item.run)
         # An attempt that was not there when the plan was made is newer than the wish to do it again.
-        fresh = (
-            last
-            and last.done
-            and (item.done or not last.matches(session.options.rerun) or _newer(last, session))
-        )
+        fresh = last and last.done and (item.done or not last.matches(session.options.rerun) or _newer(last, session))
         if last and fresh:
             store.adopt(last, item.run, session.sweep)
             session.tracking.finish(last.folder)
@@ -227,9 +218,7 @@ def _last(folder: Path, one: spec.Run) -> Attempt | None:
 def _say_what_is_done(plan: Plan, screen: Any) -> None:
     done = len(plan.items) - len(plan.waiting)
     if done:
-        screen.note(
-            f"sweep {plan.id}: {done} of {len(plan.items)} runs are done already (rerun=all does them again)"
-        )
+        screen.note(f"sweep {plan.id}: {done} of {len(plan.items)} runs are done already (rerun=all does them again)")
 
 
 def _title(plan: Plan) -> str:
@@ -278,11 +267,7 @@ def _check_rerun(rerun: str, past: dict[str, list[Attempt]]) -> None:
         if one.verdict
     }
     if rerun not in prints:
-        near = [
-            cause
-            for cause in rules()
-            if rerun and set(re.split(r"[._]", rerun)) & set(re.split(r"[._]", cause))
-        ]
+        near = [cause for cause in rules() if rerun and set(re.split(r"[._]", rerun)) & set(re.split(r"[._]", cause))]
         hint = f"; did you mean {', '.join(near[:3])}?" if near else ""
         raise SettingError(
             "rerun",
@@ -299,9 +284,7 @@ def _prepare(folder: Path) -> None:
         probe.write_bytes(b"x")
         probe.unlink()
     except OSError as error:
-        raise SettingError(
-            "store", folder, f"must be a folder that can be written ({error.strerror})"
-        ) from None
+        raise SettingError("store", folder, f"must be a folder that can be written ({error.strerror})") from None
 
 
 class Interrupts:
@@ -313,9 +296,7 @@ class Interrupts:
         self._told = False
 
     def __enter__(self) -> Interrupts:
-        self._before = {
-            number: signal.signal(number, self._take) for number in (signal.SIGINT, signal.SIGTERM)
-        }
+        self._before = {number: signal.signal(number, self._take) for number in (signal.SIGINT, signal.SIGTERM)}
         return self
 
     def __exit__(self, *_: object) -> None:

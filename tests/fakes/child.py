@@ -97,9 +97,7 @@ def main(way: str, out: str, argument: str = "") -> int:
     elif way == "rubbish":
         train(out)
         with open(Path(out, "events.jsonl"), "ab") as file:
-            file.write(
-                b'\xff\xfe no json\n{"event": "no such kind", "t": 1}\n[1]\n{"t": "x", "event": "step"}\n\n'
-            )
+            file.write(b'\xff\xfe no json\n{"event": "no such kind", "t": 1}\n[1]\n{"t": "x", "event": "step"}\n\n')
         emit(out, "step", step="seven", loss=None, tokens={})
         sys.stdout.buffer.write(b"\x00\xff\x1b[31m no text\n")
         emit(out, "end", status="ok")
