@@ -65,21 +65,22 @@ def figures(events: list[dict[str, Any]]) -> Figures:
     """Measure a run from its events, in any order. Never raises on odd events."""
     done = steps(events)
     steady = [s for s in done if s.steady]
-    seconds = _window(done, steady)
+    opened = window_start(done)
+    seconds = max(s.t for s in steady) - opened if steady and opened is not None else None
     tokens = sum(s.tokens for s in steady)
     loss, accept = (_values(done, name) for name in ("loss", "accept"))
-    memory = totals(events, "rss_bytes", "gpu_bytes")
+    told = totals(events, "rss_bytes", "compile_seconds")
     return Figures(
-        ktok_s=tokens / seconds / 1000 if seconds and tokens else None,
+        ktok_s=tokens / seconds / 1000 if tokens and seconds and seconds > 0 else None,
         steady_steps=len(steady),
         steady_seconds=seconds,
         steady_tokens=tokens,
         steps=len(done),
         tokens=sum(s.tokens for s in done),
         time_to_first_step_s=_first_step(events, done),
-        compile_s=totals(events, "compile_seconds").get("compile_seconds"),
-        peak_rss_bytes=_whole(memory.get("rss_bytes")),
-        peak_gpu_bytes=_whole(_fullest(memory.get("gpu_bytes"))),
+        compile_s=told.get("compile_seconds"),
+        peak_rss_bytes=_whole(told.get("rss_bytes")),
+        peak_gpu_bytes=_whole(_fullest_gpu(events)),
         loss_first=_mean(loss[:ENDS]),
         loss_last=_mean(loss[-ENDS:]),
         accept_first=_mean(accept[:ENDS]),
@@ -95,6 +96,21 @@ def steps(events: Iterable[dict[str, Any]]) -> list[Step]:
         if step is not None:
             found.setdefault(step.step, step)
     return [found[n] for n in sorted(found)]
+
+
+def window_start(done: list[Step]) -> float | None:
+    """When the measured window opened (Unix seconds), None where unknown.
+
+    That is the end of the last step before the first steady one or, if that step is not known, the first
+    steady step's own start.
+    """
+    first = next((s for s in done if s.steady), None)
+    if first is None:
+        return None
+    for step in done:
+        if step.step == first.step - 1:
+            return step.t
+    return None if first.seconds is None else first.t - first.seconds
 
 
 def parse_step(event: dict[str, Any]) -> Step | None:
@@ -115,32 +131,32 @@ def parse_step(event: dict[str, Any]) -> Step | None:
     )
 
 
-def totals(events: list[dict[str, Any]], *names: str) -> dict[str, Any]:
+def totals(events: list[dict[str, Any]], *names: str) -> dict[str, float]:
     """The running totals `names`, as last told in `counters`, `memory` and `end` events.
 
-    Each process tells its own totals: they are added up, key by key for a dict of numbers. A total in the
-    `end` event is the job's own word for all of its processes and wins. Absent names are left out.
+    Each process tells its own totals: they are added up. A total in the `end` event is the job's own word for
+    all of its processes and wins. Names that were never told are left out.
     """
-    last: dict[tuple[str, Any], Any] = {}
-    final: dict[str, Any] = {}
-    for event in sorted(events, key=lambda e: finite(e.get("t")) or 0.0):
+    summed: dict[str, float] = {}
+    final: dict[str, float] = {}
+    for pid, event in _last_told(events):
         for name in names:
-            value = _total(event.get(name))
-            if value is None or event.get("event") not in ("counters", "memory", "end"):
-                continue
-            if event["event"] == "end":
+            value = finite(event.get(name))
+            if value is not None and pid is None:
                 final[name] = value
-            else:
-                last[name, str(event.get("pid"))] = value
-    summed: dict[str, Any] = {}
-    for (name, _), value in last.items():
-        if isinstance(value, dict):
-            into = summed.setdefault(name, {})
-            for key, number in value.items():
-                into[key] = into.get(key, 0) + number
-        else:
-            summed[name] = summed.get(name, 0) + value
+            elif value is not None:
+                summed[name] = summed.get(name, 0.0) + value
     return summed | final
+
+
+def _last_told(events: list[dict[str, Any]]) -> list[tuple[str | None, dict[str, Any]]]:
+    """What each process last told of each total, as (pid, fields), and the job's `end` event as (None, fields)."""
+    told: dict[str | None, dict[str, Any]] = {}
+    for event in sorted(events, key=lambda e: finite(e.get("t")) or 0.0):
+        if event.get("event") in ("counters", "memory", "end"):
+            pid = None if event["event"] == "end" else str(event.get("pid"))
+            told.setdefault(pid, {}).update(event)
+    return list(told.items())
 
 
 def finite(value: Any) -> float | None:
@@ -152,22 +168,6 @@ def finite(value: Any) -> float | None:
     except OverflowError:
         return None
     return number if math.isfinite(number) else None
-
-
-def _window(done: list[Step], steady: list[Step]) -> float | None:
-    """Seconds from the end of the last step before the steady window to the end of its last step."""
-    if not steady:
-        return None
-    first = steady[0]
-    before = [s for s in done if s.step == first.step - 1]
-    if before:
-        opened = before[0].t
-    elif first.seconds is not None:
-        opened = first.t - first.seconds
-    else:
-        return None
-    seconds = max(s.t for s in steady) - opened
-    return seconds if seconds > 0 else None
 
 
 def _first_step(events: list[dict[str, Any]], done: list[Step]) -> float | None:
@@ -185,14 +185,19 @@ def _mean(values: list[float]) -> float | None:
     return math.fsum(values) / len(values) if values else None
 
 
-def _total(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(k): n for k, v in value.items() if (n := finite(v)) is not None}
-    return finite(value)
-
-
-def _fullest(devices: Any) -> float | None:
-    return max(devices.values(), default=None) if isinstance(devices, dict) else finite(devices)
+def _fullest_gpu(events: list[dict[str, Any]]) -> float | None:
+    """The peak of the fullest device: on each, the processes' peaks added up, unless the job told them itself."""
+    devices: dict[str, float] = {}
+    final: dict[str, float] = {}
+    for pid, event in _last_told(events):
+        told = event.get("gpu_bytes")
+        for device, peak in told.items() if isinstance(told, dict) else ():
+            value = finite(peak)
+            if value is not None and pid is None:
+                final[device] = value
+            elif value is not None:
+                devices[device] = devices.get(device, 0.0) + value
+    return max((devices | final).values(), default=None)
 
 
 def _whole(value: float | None) -> int | None:

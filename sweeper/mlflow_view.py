@@ -4,8 +4,10 @@ Everything here is idempotent: `bring` looks at what a directory holds and at wh
 (tracking.json beside the other records), and tells the difference. So starting, following, finishing,
 retrying and rebuilding are one operation, and a view that was lost can be made again from the directories.
 
-Names in MLflow: parameters are the levels (`cell.*`), the child's settings and, once it is over, `result.*`;
-metrics are the figures of verdict.json, `cache.<layer>.<count>` and the series `train/*` over steps.
+Names in MLflow: its compare view sorts them and shows some ten rows, so what a reader compares comes first.
+Parameters: the levels `cell.*`, then `result.*` once the run is over, then the child's settings `spec.*`.
+Metrics: the headline figures by their plain names, then `train/*` (series over steps among them) and `use/*`
+(times, and cache counts as `use/cache.<layer>.<count>`).
 Callers hold the store's tracking lock; only one thread uses a view.
 """
 
@@ -19,6 +21,7 @@ import os
 import socket
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -28,7 +31,7 @@ from filelock import FileLock
 
 from dflash.events import EVENTS_FILE, STACKS_FILE, EventReader
 from sweeper import store as records
-from sweeper.measure import SERIES, Step, finite, parse_step
+from sweeper.measure import SERIES, Step, finite, parse_step, window_start
 from sweeper.report.table import label, read_json
 
 STATE_FILE = "tracking.json"
@@ -37,7 +40,39 @@ METRICS, PARAMS = 500, 100  # a call; the tracking server takes 1000 and 100
 LONGEST_PARAM, LONGEST_TAG = 6000, 5000  # characters; MLflow cuts longer ones in silence
 LOG_BYTES, EVENTS_BYTES = 256 << 10, 4 << 20  # of the logs' ends that are kept as artifacts
 STATUS = {"ok": "FINISHED", "degraded": "FINISHED", "skipped": "FINISHED", "killed": "KILLED"}
+HEADLINES = ("ktok_s", "time_to_first_step_s", "compile_s")
 TAGS = ("wheel", "cache", "compile", "split", "isolation")
+
+
+@dataclass
+class _Job:
+    """The steps of a job so far, by number; the first event of a step counts."""
+
+    reader: EventReader
+    steps: dict[int, Step] = field(default_factory=dict)
+
+    def metrics(self, after: int) -> list[Any]:
+        """Read on, and give the metrics of the steps that follow number `after`.
+
+        ktok_s is that of the measured window so far, so that its last value is the run's.
+        """
+        from mlflow.entities import Metric
+
+        for event in self.reader.poll():
+            if step := parse_step(event):
+                self.steps.setdefault(step.step, step)
+        done = [self.steps[n] for n in sorted(self.steps)]
+        opened, tokens, found = window_start(done), 0, []
+        for step in done:
+            tokens += step.tokens if step.steady else 0
+            if step.step <= after:
+                continue
+            values = {f"train/{name}": value for name, value in step.series.items()}
+            values |= {f"train/{name}": math.nan for name in SERIES if name in step.nonfinite}
+            if tokens and opened is not None and step.t > opened:
+                values["ktok_s"] = tokens / (step.t - opened) / 1000
+            found += [Metric(name, value, int(step.t * 1000), step.step) for name, value in values.items()]
+        return found
 
 
 class View:
@@ -55,7 +90,7 @@ class View:
         else:
             self.experiment = str(found.experiment_id)
         self._parents: dict[str, str] = {}
-        self._readers: dict[Path, EventReader] = {}
+        self._following: dict[Path, _Job] = {}
 
     def bring(self, folder: Path) -> bool:
         """Tell MLflow what it does not yet know of a run directory; False if there was nothing to tell.
@@ -71,14 +106,14 @@ class View:
             return False
         run_id = state.get("run_id") or self._open(folder, run)
         state |= {"run_id": run_id, "place": self._place()}
-        steps = self._steps(folder, int(state.get("step") or 0))
-        self._log(run_id, metrics=[m for step in steps for m in _series(step)])
-        if steps:
-            state["step"] = steps[-1].step
+        job = self._following.setdefault(folder, _Job(EventReader(folder / EVENTS_FILE)))
+        logged = int(state.get("step") or 0)
+        self._log(run_id, metrics=job.metrics(after=logged))
+        state["step"] = max([logged, *job.steps])
         if verdict is not None:
-            self._close(folder, run_id, verdict)
+            self._close(folder, run_id, verdict, state["step"])
             state["done"] = word
-            self._readers.pop(folder, None)
+            del self._following[folder]
         records.write(folder / STATE_FILE, state)
         return True
 
@@ -162,19 +197,18 @@ class View:
             run_name=_name(cell, run),
         )
         spec = read_json(folder / records.SPEC_FILE) or {}
-        settings = (
-            {f"cell.{k}": v for k, v in cell.items()} | dict(_flat(spec)) | {"repeat": run.get("repeat")}
-        )
+        settings = {f"cell.{k}": v for k, v in cell.items()} | dict(_flat(spec, "spec."))
+        settings["cell.repeat"] = run.get("repeat")
         params = [Param(k, _short(v, LONGEST_PARAM)) for k, v in settings.items()]
         self._log(started.info.run_id, params=params)
         return str(started.info.run_id)
 
-    def _close(self, folder: Path, run_id: str, verdict: dict[str, Any]) -> None:
+    def _close(self, folder: Path, run_id: str, verdict: dict[str, Any], step: int) -> None:
         """Log what is known only at the end: figures, proof, signature, artifacts, status."""
         from mlflow.entities import Metric, Param, RunTag
 
         at = _milliseconds(verdict.get("ended")) or int(time.time() * 1000)
-        metrics = [Metric(name, value, at, 0) for name, value in sorted(_final(verdict).items())]
+        metrics = [Metric(name, value, at, step) for name, value in sorted(_final(verdict).items())]
         cache, signature = verdict.get("cache") or {}, verdict.get("signature") or {}
         results = {
             "verdict": verdict.get("verdict"),
@@ -203,11 +237,6 @@ class View:
             if (folder / name).exists():
                 self._client.log_text(run_id, _end(folder / name, limit), name)
         self._client.set_terminated(run_id, STATUS.get(str(verdict.get("verdict")), "FAILED"), at)
-
-    def _steps(self, folder: Path, after: int) -> list[Step]:
-        reader = self._readers.setdefault(folder, EventReader(folder / EVENTS_FILE))
-        found = {s.step: s for event in reader.poll() if (s := parse_step(event)) and s.step > after}
-        return [found[n] for n in sorted(found)]
 
     def _parent(self, sweep: str, title: str = "") -> str:
         if sweep not in self._parents:
@@ -283,26 +312,17 @@ def _client(uri: str) -> Any:
 def _final(verdict: dict[str, Any]) -> dict[str, float]:
     """The metrics of a finished run: its figures, its times and the cache counts that are not all zero."""
     figures = dict(verdict.get("figures") or {})
+    found: dict[str, Any] = {name: figures.pop(name, None) for name in HEADLINES}
     for kind in ("rss", "gpu"):
         size = finite(figures.pop(f"peak_{kind}_bytes", None))
-        figures[f"peak_{kind}_gb"] = None if size is None else size / 1e9
-    found = figures | {name: verdict.get(name) for name in ("wall_s", "child_s", "overhead_s")}
+        found[f"peak_{kind}_gb"] = None if size is None else size / 1e9
+    found |= {f"train/{name}": value for name, value in figures.items()}
+    found |= {f"use/{name}": verdict.get(name) for name in ("wall_s", "child_s", "overhead_s")}
     layers = (verdict.get("cache") or {}).get("layers") or {}
     for layer, counts in layers.items():
         if isinstance(counts, dict) and any(finite(n) for n in counts.values()):
-            found |= {f"cache.{layer}.{name}": count for name, count in counts.items()}
+            found |= {f"use/cache.{layer}.{name}": count for name, count in counts.items()}
     return {name: number for name, value in found.items() if (number := finite(value)) is not None}
-
-
-def _series(step: Step) -> Iterator[Any]:
-    from mlflow.entities import Metric
-
-    at = int(step.t * 1000)
-    values = dict(step.series) | {name: math.nan for name in SERIES if name in step.nonfinite}
-    if step.seconds and step.tokens:
-        values["ktok_s"] = step.tokens / step.seconds / 1000
-    for name, value in values.items():
-        yield Metric(f"train/{name}", value, at, step.step)
 
 
 def _name(cell: dict[str, Any], run: dict[str, Any]) -> str:
@@ -320,6 +340,8 @@ def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 
 
 def _short(value: Any, longest: int) -> str:
+    if isinstance(value, list):
+        value = ", ".join(map(str, value))
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     return text if len(text) <= longest else f"{text[: longest - 40]}... ({len(text)} characters)"
 

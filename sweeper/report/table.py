@@ -68,7 +68,8 @@ def render(table: list[dict[str, Any]], width: int | None = None) -> str:
     for head in ("Ktok/s", "first step s", "compile s", "peak GB"):
         shown.add_column(head, justify="right", no_wrap=True)
     shown.add_column("cache proved", overflow="fold")
-    shown.add_column("signature", overflow="fold")
+    causes = [cause for row in table for cause in row["signatures"]]
+    shown.add_column("signature", overflow="fold", min_width=max(map(len, causes), default=None))
     for row in table:
         levels = [str(row["cell"].get(f, "-")) for f in factors] or [row["label"]]
         figures = [
@@ -201,9 +202,7 @@ def _figure(value: dict[str, Any] | None, digits: int, unit: float = 1.0) -> str
 
 
 def _counted(counts: dict[str, int]) -> str:
-    return ", ".join(
-        f"{count} {name}" if sum(counts.values()) > 1 else name for name, count in counts.items()
-    )
+    return ", ".join(f"{count} {name}" if sum(counts.values()) > 1 else name for name, count in counts.items())
 
 
 def _notes(table: list[dict[str, Any]]) -> list[str]:

@@ -1,0 +1,125 @@
+"""Figures of a run from its events, whatever state the events are in."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from made_up import BEGAN, events
+
+from dflash.events import KINDS
+from sweeper.measure import figures
+
+
+def test_throughput_is_tokens_of_the_window_over_its_wall_time() -> None:
+    found = figures(events(steps=13, pace=0.5, tokens=400, steady_after=3))
+    assert found.steady_steps == 10
+    assert found.steady_seconds == pytest.approx(5.0)  # from the end of step 3 to the end of step 13
+    assert found.ktok_s == pytest.approx(10 * 400 / 5.0 / 1000)
+    assert (found.steps, found.tokens) == (13, 13 * 400)
+
+
+def test_time_between_steps_counts() -> None:
+    """Waiting between two steps is wall time, though no step's own `seconds` hold it."""
+    told = events(steps=5, steady_after=3)
+    for event in told:
+        if event.get("step") == 5:
+            event["t"] += 8.0
+    assert figures(told).ktok_s == pytest.approx(2 * 500 / 10.0 / 1000)
+
+
+def test_window_without_a_step_before_it_opens_at_its_first_step() -> None:
+    assert figures(events(steps=4, pace=2.0, steady_after=0)).steady_seconds == pytest.approx(8.0)
+
+
+def test_other_figures() -> None:
+    found = figures(events(steps=12))
+    assert found.time_to_first_step_s == pytest.approx(21.0)
+    assert (found.compile_s, found.peak_rss_bytes, found.peak_gpu_bytes) == (17.5, 3_000_000_000, None)
+    assert found.loss_first == pytest.approx(5.0 - 0.2 * 3)  # the mean of steps 1 to 5
+    assert found.loss_last == pytest.approx(5.0 - 0.2 * 10)  # of steps 8 to 12
+    assert found.accept_last == pytest.approx(1.0 + 0.05 * 10)
+
+
+def test_few_steps_average_all_of_them() -> None:
+    found = figures(events(steps=3, steady_after=1))
+    assert found.loss_first == found.loss_last == pytest.approx(4.6)
+
+
+def test_processes_add_up_and_the_end_event_has_the_last_word() -> None:
+    told = [
+        {"t": 1, "event": "memory", "pid": 1, "rss_bytes": 100, "gpu_bytes": {"0": 5}},
+        {"t": 2, "event": "memory", "pid": 1, "rss_bytes": 120, "gpu_bytes": {"0": 9}},
+        {"t": 3, "event": "memory", "pid": 2, "rss_bytes": 50, "gpu_bytes": {"0": 1, "1": 30}},
+        {"t": 4, "event": "counters", "pid": 1, "compile_seconds": 3},
+        {"t": 5, "event": "counters", "pid": 2, "compile_seconds": 4},
+    ]
+    found = figures(told)
+    assert (found.peak_rss_bytes, found.peak_gpu_bytes, found.compile_s) == (170, 30, 7)
+    found = figures([*told, {"t": 6, "event": "end", "pid": 1, "status": "ok", "compile_seconds": 6.5}])
+    assert (found.peak_rss_bytes, found.compile_s) == (170, 6.5)
+
+
+@pytest.mark.parametrize("told", [[], [{"event": "end", "t": BEGAN}], events()[:1]])
+def test_nothing_known_gives_none(told: list[dict]) -> None:
+    found = figures(told)
+    assert found.ktok_s is None
+    assert found.loss_first is None
+    assert found.time_to_first_step_s is None
+
+
+def test_order_and_duplicates_do_not_matter() -> None:
+    told = events()
+    right = figures(told)
+    mixed = told + told[3:8]
+    random.Random(0).shuffle(mixed)
+    assert figures(mixed) == right
+
+
+FIELDS = [
+    "t",
+    "step",
+    "steps",
+    "tokens",
+    "loss",
+    "accept",
+    "seconds",
+    "steady",
+    "pid",
+    "rss_bytes",
+    "gpu_bytes",
+]
+FIELDS += ["compile_seconds", "nonfinite", "status"]
+WORDS = st.sampled_from(["", "x", "1", "cuda:0"])
+RUBBISH = st.one_of(
+    st.none(),
+    st.booleans(),
+    WORDS,
+    st.integers(),
+    st.floats(),
+    st.lists(st.integers(), max_size=2),
+    st.dictionaries(WORDS, st.one_of(st.floats(), WORDS), max_size=2),
+)
+ODD_EVENTS = st.builds(
+    lambda kind, body: body | {"event": kind},
+    st.sampled_from(sorted(KINDS)),
+    st.dictionaries(st.sampled_from(FIELDS), RUBBISH),
+)
+
+
+@given(st.lists(ODD_EVENTS, max_size=6))
+def test_rubbish_never_raises_and_never_gives_rubbish(told: list[dict]) -> None:
+    found = figures(told).to_dict()
+    json.dumps(found)
+    for name, value in found.items():
+        assert value is None or (isinstance(value, int | float) and math.isfinite(value)), name
+    assert found["ktok_s"] is None or found["ktok_s"] > 0
+
+
+@given(st.lists(st.dictionaries(st.sampled_from(FIELDS[1:]), RUBBISH).map(lambda b: b | {"event": "stage", "t": 1.0})))
+def test_events_of_other_kinds_change_no_figure(odd: list[dict]) -> None:
+    assert figures(events() + odd) == figures(events())

@@ -1,0 +1,130 @@
+"""The table of cells and the curves, read from run directories."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from made_up import add_events, events, proof, write_run
+
+from sweeper.report import curves
+from sweeper.report.table import median_interval, render, rows
+
+LOCKED = {"wheel": "current", "compile": "locked", "cache": "cold"}
+UNLOCKED = {"wheel": "current", "compile": "unlocked", "cache": "cold"}
+RACE = {
+    "t": 1_790_000_030.0,
+    "event": "failure",
+    "type": "RuntimeError",
+    "message": "Detected that you are using FX to symbolically trace a dynamo-optimized function.",
+    "traceback": "",
+    "worker": "drafter-1",
+    "holders": [{"thread": "drafter-0", "path": "aot_autograd > make_fx", "seconds_before": 0.04, "open": True}],
+}
+
+
+def test_a_cell_is_its_repeats(tmp_path: Path) -> None:
+    folders = [
+        write_run(tmp_path, LOCKED, repeat=r, told=events(pace=pace)) for r, pace in ((1, 1.0), (2, 0.5), (3, 2.0))
+    ]
+    (row,) = rows(folders)
+    assert row["n"] == 3
+    assert row["verdicts"] == {"ok": 3}
+    assert row["ktok_s"]["median"] == pytest.approx(0.5)
+    assert (row["ktok_s"]["low"], row["ktok_s"]["high"]) == pytest.approx((0.25, 1.0))
+    assert row["ktok_s"]["coverage"] == pytest.approx(0.75)
+    assert row["cache"] == {"cold": 3}
+    assert "75.0% at n=3" in render([row])
+
+
+def test_failures_are_told_with_who_held_the_flag(tmp_path: Path) -> None:
+    told = [*events(steps=2)[:-1], RACE]
+    good = write_run(tmp_path, LOCKED)
+    bad = write_run(tmp_path, UNLOCKED, told=told, exit_code=1)
+    text = render(rows([good, bad]), 140)
+    assert max(map(len, text.splitlines()[:3])) <= 140
+    assert "failed: compile=unlocked r1: compile.fx_trace_race" in text
+    assert "flag held by drafter-0 in aot_autograd > make_fx (still open)" in text
+    (_, failed) = rows([good, bad])
+    assert failed["ktok_s"] is None  # a run that failed has no throughput to compare
+
+
+def test_primes_are_left_out_and_the_last_attempt_counts(tmp_path: Path) -> None:
+    first = write_run(tmp_path, LOCKED, told=[], exit_code=3)
+    second = write_run(tmp_path, LOCKED, attempt=2)
+    prime = write_run(tmp_path, {**LOCKED, "cache": "warm"}, role="prime")
+    (row,) = rows([second, prime, first])
+    assert row["verdicts"] == {"ok": 1}
+    assert row["runs"] == [second.name]
+
+
+def test_a_directory_without_verdict_is_told_not_dropped(tmp_path: Path) -> None:
+    good = write_run(tmp_path, LOCKED)
+    open_ = write_run(tmp_path, UNLOCKED, finished=False)
+    assert "1 run directories have no readable" in render(rows([good, open_]))
+    assert render(rows([])) == "no runs\n"
+
+
+def test_mixed_cache_states_show(tmp_path: Path) -> None:
+    warm = {**LOCKED, "cache": "warm"}
+    one = write_run(tmp_path, warm, repeat=1, cache=proof("warm"))
+    two = write_run(tmp_path, warm, repeat=2, cache=proof("warm", "mixed"))
+    (row,) = rows([one, two])
+    assert row["cache"] == {"warm": 1, "mixed": 1}
+    assert "cache.warm_missed" in render([row], 100)
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=40))
+def test_interval_holds_the_median_within_the_values(values: list[float]) -> None:
+    found = median_interval(values)
+    assert found is not None
+    assert min(values) <= found["low"] <= found["median"] <= found["high"] <= max(values)
+    assert found["coverage"] is None if len(values) < 3 else 0.75 <= found["coverage"] < 1
+    assert len(values) < 6 or found["coverage"] >= 0.95
+
+
+@pytest.mark.parametrize("n", [3, 5, 6, 9, 12])
+def test_coverage_is_right_by_counting(n: int) -> None:
+    """Each value falls below or above the true median like a coin; the interval misses it when too few do."""
+    found = median_interval([float(i) for i in range(n)])
+    assert found is not None
+    low, high = int(found["low"]), int(found["high"])
+    held = sum(low < sum(below) <= high for below in itertools.product((0, 1), repeat=n))
+    assert found["coverage"] == pytest.approx(held / 2**n)
+
+
+def test_interval_covers_in_simulation() -> None:
+    draw = random.Random(7)
+    hits = 0
+    for _ in range(2000):
+        found = median_interval([draw.expovariate(1.0) for _ in range(7)])
+        assert found is not None
+        hits += found["low"] <= math.log(2) <= found["high"]
+    assert 0.96 < hits / 2000 < 1.0  # n = 7: the range holds the median with 98.4 %
+
+
+def test_curves_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folders = [write_run(tmp_path, LOCKED), write_run(tmp_path, UNLOCKED, told=[], finished=False)]
+    out = tmp_path / "curves.png"
+    assert curves.main([*map(str, folders), "-o", str(out)]) == 0
+    assert out.read_bytes().startswith(b"\x89PNG")
+    assert folders[1].name in capsys.readouterr().err
+    assert curves.main([str(folders[1]), "-o", str(out)]) == 2
+    assert "none of these runs has steps" in capsys.readouterr().err
+
+
+def test_smoothing_is_a_trailing_mean() -> None:
+    assert curves.smooth([1.0, 3.0, 5.0, 7.0, 9.0, 11.0]) == pytest.approx([1, 2, 3, 4, 5, 7])
+
+
+def test_unreadable_failure_events_do_not_break_the_table(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, UNLOCKED, told=[], exit_code=1)
+    with open(folder / "events.jsonl", "a") as file:
+        file.write('{"t": 1, "event": "failure", "holders": ["rubbish", 3]}\n')
+    add_events(folder, [RACE])
+    assert "failed" in render(rows([folder]))
