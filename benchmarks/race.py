@@ -15,6 +15,7 @@ import argparse
 import faulthandler
 import json
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -49,12 +50,16 @@ def main() -> None:
         bad = [f"{e['kind']} in {e['thread']}" for e in result["errors"]]
         print(f"{len(results)}/{len(plan)} {item[0]}: {result['outcome']} {result['seconds']} s {bad}", flush=True)
         if options.json:
-            report = {"command": " ".join(sys.argv), "results": results}
+            report = {"command": " ".join(["python", *sys.argv]), "machine": machine(), "results": results}
             Path(options.json).write_text(json.dumps(report, indent=1) + "\n")
 
     with ThreadPoolExecutor(options.jobs) as pool:
         list(pool.map(one, plan))
     print(table(strategies, results))
+
+
+def machine() -> dict[str, Any]:
+    return {"system": platform.platform(), "python": platform.python_version(), "cores": os.cpu_count()}
 
 
 def parse() -> argparse.Namespace:
@@ -101,7 +106,9 @@ def run_trial(strategy: str, number: int, options: argparse.Namespace) -> dict[s
     if not lines:
         hung = "Timeout (" in err or child.returncode == -signal.SIGKILL
         result["outcome"] = "hung" if hung else "crashed"
-        result["returncode"], result["stderr"] = child.returncode, err[-6000:]
+        here = str(Path(__file__).resolve().parents[1])
+        result["returncode"] = child.returncode
+        result["stderr"] = err.replace(sys.prefix, "<env>").replace(here, "<repo>")[-6000:]
     else:
         result["outcome"] = "failed" if result["errors"] else "dense" if result["uncompiled_calls"] else "ok"
     return result
@@ -180,9 +187,7 @@ def trial(strategy_name: str, options: argparse.Namespace) -> dict[str, Any]:
                 model(torch.zeros(4, 64))
             time.sleep(0.001)
 
-    threads = [
-        threading.Thread(target=guarded, args=(draft, i), name=f"drafter{i}") for i in range(options.drafters)
-    ]
+    threads = [threading.Thread(target=guarded, args=(draft, i), name=f"drafter{i}") for i in range(options.drafters)]
     threads.append(threading.Thread(target=guarded, args=(target,), name="target"))
     for thread in threads:
         thread.start()

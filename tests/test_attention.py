@@ -76,9 +76,7 @@ def test_the_mask_is_the_papers(mask: DFlashMask) -> None:
     rows, queries, keys = sizes(mask)
     seen = visible(mask)
     assert seen.shape == (rows, 1, queries, keys)
-    expected = [
-        [[by_hand(mask, r, q, k) for k in range(keys)] for q in range(queries)] for r in range(rows)
-    ]
+    expected = [[[by_hand(mask, r, q, k) for k in range(keys)] for q in range(queries)] for r in range(rows)]
     assert seen[:, 0].tolist() == expected
 
 
