@@ -99,13 +99,9 @@ def read(path: Path | str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return meta, tensors
 
 
-def _tensor(
-    path: Path | str, data: np.ndarray, name: str, shape: tuple[int, ...], kind: int, at: int
-) -> Tensor:
+def _tensor(path: Path | str, data: np.ndarray, name: str, shape: tuple[int, ...], kind: int, at: int) -> Tensor:
     if kind not in _DECODERS:
-        raise GGUFError(
-            f"{path}: tensor {name} has type {kind}; supported are {sorted(_DECODERS)} (F32, Q4_1, Q8_0)"
-        )
+        raise GGUFError(f"{path}: tensor {name} has type {kind}; supported are {sorted(_DECODERS)} (F32, Q4_1, Q8_0)")
     per_block, block_bytes, decode = _DECODERS[kind]
     elements = int(np.prod(shape))
     size = elements // per_block * block_bytes
@@ -237,10 +233,7 @@ def _write_tokenizer(meta: dict[str, Any], folder: Path, longest: int) -> None:
             "clean_up_tokenization_spaces": False,
             "model_max_length": longest,
             "chat_template": meta["tokenizer.chat_template"],
-            **{
-                f"{role}_token": tokens[meta[f"tokenizer.ggml.{name}_token_id"]]
-                for role, name in named.items()
-            },
+            **{f"{role}_token": tokens[meta[f"tokenizer.ggml.{name}_token_id"]] for role, name in named.items()},
         },
     )
 

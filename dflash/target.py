@@ -115,9 +115,7 @@ class Target:
         depth = len(layers)
         taps = default_taps(depth) if taps is None else list(taps)
         if taps[-1] >= depth:
-            raise SettingError(
-                "target.taps", taps, f"must be below {depth}, the number of the target's layers"
-            )
+            raise SettingError("target.taps", taps, f"must be below {depth}, the number of the target's layers")
         head, embeddings = model.get_output_embeddings().weight, model.get_input_embeddings()
         setattr(body, name, layers[: taps[-1] + 1])
         _drop_final_norm(body)
@@ -195,9 +193,7 @@ def _loading(target: settings.Target) -> Iterator[None]:
         yield
     except Exception as error:  # what transformers and safetensors raise on a damaged folder is an open list
         why = str(error).strip().split("\n")[0]
-        raise SettingError(
-            "target.model", target.model, f"must be a model that transformers loads ({why})"
-        ) from error
+        raise SettingError("target.model", target.model, f"must be a model that transformers loads ({why})") from error
 
 
 def _dtype(name: str, device: torch.device) -> torch.dtype:

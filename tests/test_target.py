@@ -1,6 +1,5 @@
 """The frozen target: taps, packed documents, early exit, replicas, refusals; on tiny random models."""
 
-import shutil
 import threading
 
 import pytest
@@ -8,7 +7,7 @@ import torch
 import transformers as tf
 from safetensors.torch import load_file, save_file
 
-from dflash import models, settings
+from dflash import settings
 from dflash.settings import SettingError
 from dflash.target import Target, default_taps
 
@@ -197,9 +196,7 @@ def test_a_saved_model_loads_as_it_was(folder):
     target = Target.load(wish, CPU)
     batch = pack([24])
     assert target.embedding.dtype == torch.float32
-    torch.testing.assert_close(
-        target.features(*batch), Target.from_model(make("qwen3"), [1, 4], CPU).features(*batch)
-    )
+    torch.testing.assert_close(target.features(*batch), Target.from_model(make("qwen3"), [1, 4], CPU).features(*batch))
     outline = Target.outline(wish)
     plain = [name for name, value in vars(target).items() if isinstance(value, int | float | list)]
     assert {"hidden_size", "taps", "rope_theta"} < set(plain)
@@ -219,17 +216,13 @@ def test_a_saved_model_loads_as_it_was(folder):
 )
 def test_a_folder_that_does_not_load_is_told_in_one_sentence(folder, file, content):
     (folder / file).write_bytes(content)
-    with pytest.raises(
-        SettingError, match=r"target\.model=.*must be a model that transformers loads"
-    ) as caught:
+    with pytest.raises(SettingError, match=r"target\.model=.*must be a model that transformers loads") as caught:
         Target.load(settings.Target(model=str(folder)), CPU)
     assert "\n" not in str(caught.value)
 
 
 def test_weights_of_another_shape_are_refused(folder):
-    config = (
-        (folder / "config.json").read_text().replace('"intermediate_size": 48', '"intermediate_size": 52')
-    )
+    config = (folder / "config.json").read_text().replace('"intermediate_size": 48', '"intermediate_size": 52')
     (folder / "config.json").write_text(config)
     with pytest.raises(SettingError, match="must be a model that transformers loads"):
         Target.load(settings.Target(model=str(folder)), CPU)
@@ -243,11 +236,10 @@ def test_a_missing_weight_is_refused_not_made_up(folder):
         Target.load(settings.Target(model=str(folder)), CPU)
 
 
-def test_the_packaged_model_is_a_target(tmp_path):
-    wish = settings.Target(model="SmolLM2-135M-Instruct", models_dir=str(tmp_path))
+def test_the_packaged_model_is_a_target(models_dir):
+    wish = settings.Target(model="SmolLM2-135M-Instruct", models_dir=str(models_dir))
     target = Target.load(wish, CPU)
     assert target.taps == [1, 8, 14, 20, 27]
     assert target.embedding.shape == (49_152, 576)
     assert target.head is target.embedding
     assert target.features(*pack([20, 4])).shape == (1, 24, 5 * 576)
-    shutil.rmtree(models.folder(wish.model, tmp_path))

@@ -58,9 +58,7 @@ def read(
                         ) from None
                     skipped[bad.reason] += 1
     except OSError as error:
-        raise SettingError(
-            "data.path", path, f"must be a readable chat JSONL file ({error.strerror})"
-        ) from None
+        raise SettingError("data.path", path, f"must be a readable chat JSONL file ({error.strerror})") from None
     if not conversations:
         found = f"all {skipped.total()} rows are bad: {dict(skipped)}" if skipped else "the file is empty"
         raise SettingError("data.path", path, f"must hold at least one conversation; {found}")

@@ -57,9 +57,7 @@ def load(
                 if data.too_long == "skip":
                     skipped["longer than a row"] += 1
                     continue
-                document = tokens.Document(
-                    document.tokens[: data.row_tokens], document.loss_mask[: data.row_tokens]
-                )
+                document = tokens.Document(document.tokens[: data.row_tokens], document.loss_mask[: data.row_tokens])
                 cut += 1
             here = int(eligible_anchors(document.loss_mask, np.zeros_like(document.tokens)).sum())
             if here == 0:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import torch
 
 Messages = list[dict[str, Any]]
+_ROW_START = b'{"prompt": '
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -39,22 +40,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m dflash.data.regenerate", description=__doc__.split("\n")[0]
-    )
+    parser = argparse.ArgumentParser(prog="python -m dflash.data.regenerate", description=__doc__.split("\n")[0])
     parser.add_argument("--model", required=True, help="a model folder, or the name of a packaged model")
-    parser.add_argument(
-        "--models-dir", default="models", help="where packaged models are unpacked (%(default)s)"
-    )
-    parser.add_argument(
-        "--prompts", required=True, type=Path, help="chat JSONL; assistant content is replaced"
-    )
+    parser.add_argument("--models-dir", default="models", help="where packaged models are unpacked (%(default)s)")
+    parser.add_argument("--prompts", required=True, type=Path, help="chat JSONL; assistant content is replaced")
     parser.add_argument("--out", required=True, type=Path, help="chat JSONL to write, or to go on with")
     parser.add_argument("--max-new", default=96, type=int, help="most tokens of a response (%(default)s)")
     parser.add_argument("--batch", default=24, type=int, help="conversations at a time (%(default)s)")
-    parser.add_argument(
-        "--fit", default=256, type=int, help="longest conversation kept, in tokens (%(default)s)"
-    )
+    parser.add_argument("--fit", default=256, type=int, help="longest conversation kept, in tokens (%(default)s)")
     return parser
 
 
@@ -74,11 +67,9 @@ def regenerate(args: argparse.Namespace) -> None:
     folder = models.folder(args.model, args.models_dir)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, use_safetensors=True, local_files_only=True
-    )
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, use_safetensors=True, local_files_only=True)
     model = model.to(device).eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, padding_side="left")
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     started, tokens, too_long = time.monotonic(), 0, 0
     with open(args.out, "a", encoding="utf-8") as out:
         for first in range(0, len(rest), args.batch):
@@ -118,15 +109,12 @@ def respond(model: Any, tokenizer: Any, prompts: list[Messages], max_new: int) -
                 waiting.append(number)
         if waiting:
             texts = [
-                tokenizer.apply_chat_template(histories[n], tokenize=False, add_generation_prompt=True)
-                for n in waiting
+                tokenizer.apply_chat_template(histories[n], tokenize=False, add_generation_prompt=True) for n in waiting
             ]
             for number, ids in zip(waiting, _greedy(model, tokenizer, texts, max_new), strict=True):
                 cut = ids[-1] not in _stops(model)
                 text = tokenizer.decode(ids if cut else ids[:-1], skip_special_tokens=True)
-                histories[number].append(
-                    {"role": "assistant", "content": text} | ({"cut": True} if cut else {})
-                )
+                histories[number].append({"role": "assistant", "content": text} | ({"cut": True} if cut else {}))
                 made += len(ids)
     return histories, made
 
@@ -142,7 +130,9 @@ def _greedy(model: Any, tokenizer: Any, texts: list[str], max_new: int) -> list[
     response ends at its first stop token and is never searched for padding, which has the same id in some
     models.
     """
-    inputs = tokenizer(texts, padding=True, add_special_tokens=False, return_tensors="pt").to(model.device)
+    inputs = tokenizer(texts, padding=True, padding_side="left", add_special_tokens=False, return_tensors="pt").to(
+        model.device
+    )
     output: torch.Tensor = model.generate(
         **inputs, max_new_tokens=max_new, do_sample=False, pad_token_id=tokenizer.pad_token_id
     )
@@ -165,15 +155,15 @@ def _last_line_done(out: Path) -> int:
         return 0
     data = out.read_bytes()
     whole = data[: data.rfind(b"\n") + 1]
+    try:
+        last = int(json.loads(whole.splitlines()[-1])["prompt"]) if whole else 0
+    except (ValueError, KeyError, TypeError):
+        last = -1
+    if last < 0 or not data.startswith(_ROW_START[: len(data)]):
+        raise SettingError("--out", out, "exists and was not written by this command; name another file")
     if len(whole) < len(data):
         out.write_bytes(whole)
-    rows = whole.splitlines()
-    try:
-        return int(json.loads(rows[-1])["prompt"]) if rows else 0
-    except (ValueError, KeyError, TypeError):
-        raise SettingError(
-            "--out", out, "exists and was not written by this command; name another file"
-        ) from None
+    return last
 
 
 if __name__ == "__main__":

@@ -40,9 +40,7 @@ def check_tokenizer(tokenizer: Any) -> None:
     if not tokenizer.chat_template:
         raise SettingError("target.model", tokenizer.name_or_path, "its tokenizer must have a chat template")
     if not tokenizer.is_fast:
-        raise SettingError(
-            "target.model", tokenizer.name_or_path, "its tokenizer must be a fast one, with offsets"
-        )
+        raise SettingError("target.model", tokenizer.name_or_path, "its tokenizer must be a fast one, with offsets")
 
 
 def documents(messages: list[dict[str, Any]], tokenizer: Any) -> list[Document]:
@@ -53,9 +51,7 @@ def documents(messages: list[dict[str, Any]], tokenizer: Any) -> list[Document]:
     """
     if _GENERATION_MARK.search(tokenizer.get_chat_template()):
         return [_marked_by_template(messages, tokenizer)]
-    turns = [
-        _Turn.render(messages, at, tokenizer) for at, m in enumerate(messages) if m["role"] == "assistant"
-    ]
+    turns = [_Turn.render(messages, at, tokenizer) for at, m in enumerate(messages) if m["role"] == "assistant"]
     found = []
     text = _render(messages, tokenizer)
     while turns:
@@ -69,7 +65,7 @@ def documents(messages: list[dict[str, Any]], tokenizer: Any) -> list[Document]:
 
 @dataclass
 class _Turn:
-    """An assistant turn as it was said: `through` is the text up to its end, its own part begins at `start`."""
+    """An assistant turn as it was said: `through` is the text up to its end, `start` its beginning."""
 
     through: str
     start: int
@@ -107,9 +103,7 @@ def _marked_by_template(messages: list[dict[str, Any]], tokenizer: Any) -> Docum
     if any(turn.get("cut") for turn in turns):
         edges = np.flatnonzero(np.diff(document.loss_mask.astype(np.int8), prepend=0, append=0))
         if len(edges) != 2 * len(turns):
-            raise BadRow(
-                "a cut turn cannot be found", "the template's marks do not give one span for each turn"
-            )
+            raise BadRow("a cut turn cannot be found", "the template's marks do not give one span for each turn")
         for turn, last in zip(turns, edges[1::2] - 1, strict=True):
             if turn.get("cut") and int(document.tokens[last]) in tokenizer.added_tokens_decoder:
                 document.loss_mask[last] = False

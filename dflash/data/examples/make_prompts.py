@@ -33,9 +33,7 @@ FOLLOW_UPS = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument(
-        "--bfcl", nargs="+", type=Path, required=True, help="BFCL question files (JSON lines)"
-    )
+    parser.add_argument("--bfcl", nargs="+", type=Path, required=True, help="BFCL question files (JSON lines)")
     parser.add_argument("--python", type=Path, required=True, help="folder of Python's standard library")
     parser.add_argument("--questions", type=int, default=130, help="one-turn questions (%(default)s)")
     parser.add_argument("--dialogues", type=int, default=50, help="two-turn conversations (%(default)s)")
@@ -57,9 +55,7 @@ def main() -> None:
     choose.shuffle(conversations)
     for turns in conversations:
         messages = [
-            {"role": role, "content": text}
-            for user in turns
-            for role, text in (("user", user), ("assistant", ""))
+            {"role": role, "content": text} for user in turns for role, text in (("user", user), ("assistant", ""))
         ]
         print(json.dumps({"messages": messages}, ensure_ascii=False))
 
