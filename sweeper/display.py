@@ -178,9 +178,7 @@ class LiveDisplay(Display):
         if self.watch is not None and self._task is not None:
             left = remaining(self.watch.left(), self.left())
             total = self.watch.steps or None
-            self._progress.update(
-                self._task, completed=self.watch.step, total=total, doing=self.watch.doing() + left
-            )
+            self._progress.update(self._task, completed=self.watch.step, total=total, doing=self.watch.doing() + left)
 
     def close(self) -> None:
         self._drop()

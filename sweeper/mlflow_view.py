@@ -143,9 +143,7 @@ class View:
             folder = self.store / "runs" / run.data.tags.get("sweeper.run", "")
             if "sweeper.run" not in run.data.tags:
                 told = run.data.tags
-                if not alive(
-                    told.get("sweeper.harness_pid"), told.get("sweeper.host"), run.info.start_time / 1000
-                ):
+                if not alive(told.get("sweeper.harness_pid"), told.get("sweeper.host"), run.info.start_time / 1000):
                     self._client.set_terminated(run.info.run_id, "KILLED")
             elif (folder / records.VERDICT_FILE).exists():
                 behind.append(folder)

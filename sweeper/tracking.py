@@ -104,9 +104,7 @@ class Tracker:
 
         def close(view: View) -> None:
             view.close_sweep(sweep_id, table, cells.render(table))
-            link = view.compare_link(
-                self._store / "runs" / name for row in table for name in row.get("runs", [])
-            )
+            link = view.compare_link(self._store / "runs" / name for row in table for name in row.get("runs", []))
             if link:
                 self.notes.append(how_to_compare(view.uri, link))
 

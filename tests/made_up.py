@@ -99,9 +99,7 @@ def add_events(folder: Path, told: list[dict[str, Any]]) -> None:
             file.write(json.dumps(event) + "\n")
 
 
-def finish_run(
-    folder: Path, told: list[dict[str, Any]], sweeps: list[str] | None = None, **evidence: Any
-) -> None:
+def finish_run(folder: Path, told: list[dict[str, Any]], sweeps: list[str] | None = None, **evidence: Any) -> None:
     """Judge a run and write its verdict.json."""
     cache = evidence.pop("cache", proof("cold"))
     given = {

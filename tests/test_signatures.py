@@ -1,0 +1,234 @@
+"""Causes from texts, and fingerprints that stay the same where they should."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sweeper.signatures import classify, fingerprint, rules, stack_fingerprint
+from sweeper.signatures.prints import last_traceback, threads
+
+CASES = [json.loads(line) for line in (Path(__file__).parent / "data/failures.jsonl").read_text().splitlines()]
+DESIGN = """attention.dense_fallback cache.concurrent_write cache.corrupt cache.shared_filesystem cache.warm_missed
+checkpoint.corrupt compile.deadlock compile.fx_trace_race compile.nested_jit_trace compile.no_valid_choices
+compile.recompile_limit compile.worker_died cuda.device_assert cuda.driver_too_old cuda.illegal_access
+cuda.no_kernel_image cuda.not_initialised ddp.unused_parameters env.library_mismatch env.toolchain_missing
+hardware.ecc hardware.gpu_lost host.disk_full host.file_descriptors memory.gpu_oom memory.host_oom
+memory.shm_exhausted nccl.system_error nccl.timeout numerics.mismatch numerics.nan process.hung process.segfault
+process.sigkill scheduler.preempted scheduler.time_limit tracking.store_locked tracking.unreachable
+triton.out_of_shared_memory unknown compile.module_call_race compile.recompiled sweep.interrupted
+sweep.harness_died workload.bad_setting"""
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["id"])
+def test_public_failures_are_named(case: dict[str, str]) -> None:
+    match = classify(case["text"])
+    assert match is not None
+    assert match.cause == case["cause"]
+    assert match.evidence in case["text"]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["id"])
+def test_and_are_named_in_the_middle_of_a_log(case: dict[str, str]) -> None:
+    log = f"step 3 loss 5.01\n{case['text']}\nstep 4 loss 4.98\n"
+    match = classify(log)
+    assert match is not None
+    assert match.cause == case["cause"]
+
+
+def test_the_list_is_closed_and_documented() -> None:
+    assert set(rules()) == set(DESIGN.split())
+    for rule in rules().values():
+        assert rule.about
+        assert rule.evidence
+        assert rule.remedy
+        assert rule.source
+        assert set(rule.explains) <= set(rules())
+
+
+@pytest.mark.parametrize("cause", [rule.cause for rule in rules().values() if rule.examples])
+def test_examples_of_rules_fit(cause: str) -> None:
+    for example in rules()[cause].examples:
+        match = classify(example)
+        assert match is not None
+        assert match.cause == cause
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "step 12/60 loss 4.21 accept 1.31 killed 0 of 9 rows, out of memory budget: no",
+        "INFO saving checkpoint to /data/nan/oom/timeout/segfault.pt",
+        "the drafter was killed by curiosity",
+        "nccl version 2.27.3, watchdog started, timeout 600 s",
+        "UserWarning: torch.compile: recompiling with dynamic shapes",
+        "compiled flex_attention in 12.1 s; cache hit",
+        "RuntimeError: something nobody has seen before",
+        "loss: nan guard enabled",
+        "No space left in queue",
+        "retrying: connection refused",
+        "DeprecationWarning: torch.jit.trace is deprecated",
+        "Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.",
+        "KeyError: 'custom'",
+        "NameError: name 'module' is not defined",
+    ],
+)
+def test_ordinary_text_names_nothing(text: str) -> None:
+    assert classify(text) is None
+
+
+def test_source_lines_of_a_traceback_name_nothing() -> None:
+    text = """Traceback (most recent call last):
+  File "/x/site-packages/torch/nn/flex.py", line 10, in run
+    raise RuntimeError("Detected that you are using FX to symbolically trace a dynamo-optimized function")
+  File "/x/train.py", line 3, in main
+    check("CUDA out of memory. Tried to allocate")
+ValueError: other
+"""
+    assert classify(text) is None
+
+
+def test_the_earliest_failure_is_the_root() -> None:
+    illegal = "RuntimeError: CUDA error: an illegal memory access was encountered"
+    full = "OSError: [Errno 28] No space left on device"
+    assert classify(f"{illegal}\n{full}").cause == "cuda.illegal_access"  # type: ignore[union-attr]
+    assert classify(f"{full}\n{illegal}").cause == "host.disk_full"  # type: ignore[union-attr]
+
+
+def test_echoes_resolve_to_their_root() -> None:
+    dense = "UserWarning: flex_attention called without torch.compile() - this will use an unfused implementation"
+    memory = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 36.71 GiB."
+    match = classify(f"{dense}\nstep 1\n{memory}")
+    assert match is not None
+    assert (match.cause, match.failed) == ("attention.dense_fallback", True)
+    killed = "Signal 9 (SIGKILL) received by PID 14750\nslurmstepd: error: Detected 1 oom-kill event(s) in step 3."
+    assert classify(killed).cause == "memory.host_oom"  # type: ignore[union-attr]
+
+
+def test_a_warning_does_not_claim_a_failure() -> None:
+    dense = "UserWarning: flex_attention called without torch.compile() - this will use an unfused implementation"
+    match = classify(f"{dense}\nValueError: other")
+    assert match is not None
+    assert not match.failed
+
+
+TRACEBACK = """[rank{rank}]: 2026-01-{day:02}T10:00:{day:02} pid {pid}
+Traceback (most recent call last):
+  File "{home}/{user}/proj{number}/train.py", line {line}, in main
+    step(model)
+  File "{home}/{user}/venv/lib/python3.11/site-packages/torch/nn/modules/module.py", line {library}, in _call_impl
+    return forward_call(*args, **kwargs)
+  File "{home}/{user}/venv/lib/python3.11/site-packages/torch/nn/modules/module.py", line {library}, in _call_impl
+    return forward_call(*args, **kwargs)
+  File "{home}/{user}/proj{number}/drafter.py", line {line}, in forward
+    raise ValueError
+ValueError: rank {rank}: tensor at 0x{address:x} of {size:.2f} GiB on cuda:{rank} took {seconds:.3f} s, see {home}/x
+"""
+PLACES = st.fixed_dictionaries(
+    {
+        "rank": st.integers(0, 511),
+        "day": st.integers(1, 28),
+        "pid": st.integers(2, 4_000_000),
+        "home": st.sampled_from(["/home", "/mnt/fs/users", "/data", "C:/Users", "/root/a b".replace(" ", "-")]),
+        "user": st.from_regex(r"[a-z][a-z0-9_.-]{0,11}", fullmatch=True),
+        "number": st.integers(0, 99),
+        "line": st.integers(1, 5000),
+        "library": st.integers(1, 5000),
+        "address": st.integers(1, 2**48),
+        "size": st.floats(0.01, 900),
+        "seconds": st.floats(0, 9999),
+    }
+)
+
+
+@given(PLACES, PLACES)
+def test_fingerprint_does_not_change_with_place_and_time(one: dict, other: dict) -> None:
+    assert fingerprint(TRACEBACK.format(**one)) == fingerprint(TRACEBACK.format(**other))
+
+
+@given(PLACES, PLACES)
+def test_fingerprint_of_a_log_line_does_not_change_either(one: dict, other: dict) -> None:
+    line = "worker {rank} (pid {pid}) lost {size:.1f} MiB at 0x{address:x} in {home}/{user}/cache after {seconds:.1f} s"
+    assert fingerprint(line.format(**one)) == fingerprint(line.format(**other))
+
+
+def test_fingerprint_tells_failures_apart() -> None:
+    place = {"rank": 0, "day": 1, "pid": 7, "home": "/home", "user": "a", "number": 1, "line": 1, "library": 1}
+    text = TRACEBACK.format(**place, address=4096, size=1.0, seconds=1.0)
+    changed = [
+        text.replace("ValueError: rank", "TypeError: rank"),
+        text.replace("in forward", "in backward"),
+        text.replace("drafter.py", "target.py"),
+        text.replace("tensor at", "module at"),
+    ]
+    prints = {fingerprint(t) for t in [text, *changed]}
+    assert len(prints) == 5
+    assert all(len(p) == 12 and int(p, 16) >= 0 for p in prints)
+
+
+def test_library_frames_do_not_matter_where_there_are_own_ones() -> None:
+    place = {"rank": 0, "day": 1, "pid": 7, "home": "/home", "user": "a", "number": 1, "line": 1, "library": 1}
+    text = TRACEBACK.format(**place, address=4096, size=1.0, seconds=1.0)
+    assert fingerprint(text) == fingerprint(text.replace("_call_impl", "_wrapped_call"))
+
+
+def test_stack_fingerprint_ignores_order_and_number_of_threads() -> None:
+    a = 'Thread 0x00007f01 (most recent call first):\n  File "/x/a.py", line 3 in wait\n'
+    b = 'Thread 0x00007f02 (most recent call first):\n  File "/y/b.py", line 9 in put\n'
+    assert stack_fingerprint(a + b) == stack_fingerprint(b + a.replace("0x00007f01", "0x0000aaaa") + a)
+    assert stack_fingerprint(a) != stack_fingerprint(b)
+
+
+def test_both_stack_formats_are_read() -> None:
+    spy = 'Thread 71 (idle): "drafter-0"\n    wait (threading.py:331)\n    get (dflash/pipeline/channel.py:88)\n'
+    ((head, frames),) = threads(spy)
+    assert "drafter-0" in head
+    assert frames == [("threading.py", "wait"), ("dflash/pipeline/channel.py", "get")]
+
+
+def test_last_traceback_keeps_a_chain_together() -> None:
+    old = "Traceback (most recent call last):\nKeyError: 'handled'\nretrying\n"
+    chain = (
+        "Traceback (most recent call last):\nOSError: first\n\n"
+        "During handling of the above exception, another exception occurred:\n\n"
+        "Traceback (most recent call last):\nValueError: second\n"
+    )
+    assert last_traceback(old + chain) == chain
+    assert last_traceback("no such thing") == ""
+
+
+def explain(*arguments: str, text: str = "") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "sweeper.signatures", *arguments]
+    return subprocess.run(command, input=text, capture_output=True, text=True, timeout=60)
+
+
+def test_explain_reads_files_and_standard_input(tmp_path: Path) -> None:
+    log = tmp_path / "child.log"
+    log.write_text(f"step 1\n{CASES[0]['text']}\n")
+    told = explain("explain", str(log))
+    assert told.returncode == 0
+    for word in (CASES[0]["cause"], "isolation=processes", "fingerprint"):
+        assert word in told.stdout
+    found = json.loads(explain("explain", "--json", "-", text=CASES[4]["text"]).stdout)
+    assert found["cause"] == CASES[4]["cause"]
+    assert json.loads(explain("explain", "--json", "-", text="all is well").stdout)["cause"] == "unknown"
+    missing = explain("explain", str(tmp_path / "none"))
+    assert missing.returncode == 2
+    assert missing.stderr.startswith("file=")
+    assert "compile.fx_trace_race" in explain("causes").stdout
+
+
+def test_explain_loads_nothing_heavy() -> None:
+    code = (
+        "import sys, sweeper.signatures.__main__, sweeper.verdict\n"
+        "print(sorted({'torch', 'mlflow', 'hydra', 'rich', 'numpy'} & set(sys.modules)))"
+    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert told.stdout.strip() == "[]"

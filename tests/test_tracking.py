@@ -1,0 +1,341 @@
+"""MLflow shows what the run directories hold: read back through its own client."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import shutil
+import socket
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_up import BEGAN, add_events, events, finish_run, proof, write_run
+
+from sweeper import tracking
+from sweeper.mlflow_view import View, alive
+from sweeper.report import table
+
+LOCAL = {"name": "local", "uri": None, "experiment": "dflash"}
+CELL = {"wheel": "current", "cache": "cold", "compile": "locked", "split": "1t2d", "isolation": "threads"}
+
+
+@pytest.fixture(scope="module")
+def fresh(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An empty tracking store, made once: making the tables takes seconds."""
+    store = tmp_path_factory.mktemp("fresh")
+    View(None, "dflash", store)
+    return store / "mlflow.db"
+
+
+@pytest.fixture
+def store(fresh: Path, tmp_path: Path) -> Path:
+    shutil.copy(fresh, tmp_path / "mlflow.db")
+    # The copy's experiment keeps its artifacts where the first store had them; here they belong to this one.
+    with sqlite3.connect(tmp_path / "mlflow.db") as base:
+        place = (tmp_path / "mlartifacts").as_uri()
+        base.execute("UPDATE experiments SET artifact_location = ? WHERE name = 'dflash'", (place,))
+    base.close()
+    return tmp_path
+
+
+def runs(store: Path, condition: str = "") -> list[Any]:
+    view = View(None, "dflash", store)
+    return list(view._client.search_runs([view.experiment], condition, max_results=1000))
+
+
+def children(store: Path) -> dict[str, Any]:
+    return {r.data.tags["sweeper.run"]: r for r in runs(store) if "sweeper.run" in r.data.tags}
+
+
+def parents(store: Path) -> list[Any]:
+    return [r for r in runs(store) if "sweeper.sweep_id" in r.data.tags]
+
+
+def client(store: Path) -> Any:
+    return View(None, "dflash", store)._client
+
+
+def test_sixteen_runs_read_back_after_a_sync(store: Path) -> None:
+    cells = [
+        {**CELL, "cache": cache, "compile": compiled}
+        for compiled, cache in itertools.product(("locked", "whole"), ("cold", "warm"))
+    ]
+    written = {}
+    for repeat, cell in itertools.product(range(1, 5), cells):
+        told = events(steps=12 + repeat, pace=0.5 if cell["compile"] == "whole" else 1.0)
+        state = proof("warm", "mixed") if cell["cache"] == "warm" and repeat == 4 else proof(cell["cache"])
+        folder = write_run(store, cell, repeat=repeat, told=told, cache=state)
+        written[folder.name] = folder
+    assert tracking.sync(store) == {"written": 16, "unchanged": 0}
+    assert tracking.sync(store) == {"written": 0, "unchanged": 16}
+
+    found = children(store)
+    assert set(found) == set(written)
+    (parent,) = parents(store)
+    for name, run in found.items():
+        verdict = json.loads((written[name] / "verdict.json").read_text())
+        cell = json.loads((written[name] / "run.json").read_text())["cell"]
+        figures, metrics, params, tags = verdict["figures"], run.data.metrics, run.data.params, run.data.tags
+        assert run.info.status == "FINISHED"
+        assert tags["mlflow.parentRunId"] == parent.info.run_id
+        assert {k: params[f"cell.{k}"] for k in cell} == cell
+        assert (params["spec.train.steps"], params["spec.optim.betas"]) == ("12", "0.9, 0.999")
+        assert metrics["ktok_s"] == pytest.approx(figures["ktok_s"])
+        for figure in ("time_to_first_step_s", "compile_s"):
+            assert metrics[figure] == pytest.approx(figures[figure])
+        assert metrics["peak_rss_gb"] == pytest.approx(3.0)
+        assert metrics["use/overhead_s"] == 0.5
+        assert metrics["use/cache.fxgraph.files_after"] == 9
+        assert "use/cache.triton.files_after" not in metrics  # a layer in which nothing happened
+        cause = (verdict["signature"] or {}).get("cause", "none")
+        assert (params["result.verdict"], params["result.signature"]) == (verdict["verdict"], cause)
+        assert (params["result.cache"], tags["cache.proved"]) == (verdict["cache"]["proved"],) * 2
+        assert (tags["cache.requested"], tags["compile"], tags["sweep_id"]) == (
+            cell["cache"],
+            cell["compile"],
+            "sweep0123",
+        )
+    assert sum(r.data.tags["verdict"] == "degraded" for r in found.values()) == 2
+
+    some = next(iter(found.values()))
+    losses = client(store).get_metric_history(some.info.run_id, "train/loss")
+    told = json.loads((written[some.data.tags["sweeper.run"]] / "verdict.json").read_text())
+    assert [m.step for m in losses] == list(range(1, told["figures"]["steps"] + 1))
+    assert losses[0].value == pytest.approx(4.8)
+    assert losses[0].timestamp == int((BEGAN + 20 + (0.5 if "whole" in some.info.run_name else 1.0)) * 1000)
+    artifacts = {a.path for a in client(store).list_artifacts(some.info.run_id)}
+    assert {"spec.json", "run.json", "verdict.json", "child.log", "events.jsonl"} <= artifacts
+
+
+def test_a_sweep_as_it_happens(store: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(tracking, "EVERY", 0.05)
+    tracker = tracking.make(LOCAL, store)
+    tracker.open_sweep("sweep0123", "compile=locked cache=cold", 2)
+    folders = []
+    for repeat in (1, 2):
+        told = events(steps=20)
+        folder = write_run(store, CELL, repeat=repeat, told=told[:5], finished=False)
+        folders.append(folder)
+        tracker.start(folder)
+        wait_for(lambda name=folder.name: children(store)[name].data.metrics["train/loss"] == pytest.approx(4.2))
+        assert children(store)[folder.name].info.status == "RUNNING"
+        assert parents(store)[0].info.status == "RUNNING"
+        add_events(folder, told[5:])
+        tracker.tick(folder)
+        finish_run(folder, told)
+        tracker.finish(folder)
+    tracker.close_sweep("sweep0123", table.rows(folders))
+    tracker.close()
+
+    (parent,) = parents(store)
+    assert (parent.info.status, parent.info.run_name) == ("FINISHED", "compile=locked cache=cold")
+    assert parent.data.tags["verdicts"] == "2 ok"
+    found = children(store)
+    assert {r.info.status for r in found.values()} == {"FINISHED"}
+    history = client(store).get_metric_history(found[folders[0].name].info.run_id, "train/loss")
+    assert [m.step for m in history] == list(range(1, 21))  # each step once
+    link = capsys.readouterr().err
+    assert "/#/compare-runs?runs=" in link
+    assert all(run.info.run_id in link for run in found.values())
+
+
+def wait_for(true: Any, seconds: float = 30.0) -> None:
+    ends = time.monotonic() + seconds
+    while time.monotonic() < ends:
+        try:
+            if true():
+                return
+        except KeyError:
+            pass
+        time.sleep(0.1)
+    raise AssertionError("did not happen in time")
+
+
+def test_the_same_sweep_again_joins_its_parent(store: Path) -> None:
+    for repeat in (1, 2):
+        tracker = tracking.make(LOCAL, store)
+        tracker.open_sweep("sweep0123", "title", 1)
+        folder = write_run(store, CELL, repeat=repeat)
+        tracker.finish(folder)
+        tracker.close_sweep("sweep0123", table.rows([folder]))
+        tracker.close()
+    (parent,) = parents(store)
+    assert {r.data.tags["mlflow.parentRunId"] for r in children(store).values()} == {parent.info.run_id}
+
+
+@pytest.mark.parametrize(
+    ("ends", "status"),
+    [
+        ({"exit_code": 1}, "FAILED"),
+        ({"ended_by": "hung", "exit_code": None}, "FAILED"),
+        ({"exit_code": None, "signal": 9}, "KILLED"),
+        ({"ended_by": "skipped", "exit_code": None, "reason": "needs CUDA"}, "FINISHED"),
+    ],
+)
+def test_status_follows_the_verdict(store: Path, ends: dict[str, Any], status: str) -> None:
+    folder = write_run(store, CELL, told=events(steps=2)[:-1], **ends)
+    tracking.sync(store)
+    run = children(store)[folder.name]
+    assert run.info.status == status
+    assert "ktok_s" not in run.data.metrics  # it never reached its measured window
+
+
+def test_values_that_are_not_finite_show_as_such(store: Path) -> None:
+    told = [e | {"loss": None, "nonfinite": ["loss"]} if e.get("step") == 12 else e for e in events()]
+    folder = write_run(store, CELL, told=told)
+    tracking.sync(store)
+    run = children(store)[folder.name]
+    assert math.isnan(client(store).get_metric_history(run.info.run_id, "train/loss")[-1].value)
+    assert run.data.params["result.signature"] == "numerics.nan"
+
+
+def test_a_lost_tracking_store_is_rebuilt(fresh: Path, store: Path) -> None:
+    write_run(store, CELL, repeat=1)
+    write_run(store, CELL, repeat=2, told=events(steps=2)[:-1], exit_code=1)
+    tracking.sync(store)
+    before = {name: run.data.params for name, run in children(store).items()}
+    shutil.copy(fresh, store / "mlflow.db")
+    assert not children(store)
+    assert tracking.sync(store)["written"] == 2
+    assert {name: run.data.params for name, run in children(store).items()} == before
+
+
+def test_a_crash_between_creating_and_noting_makes_no_second_run(store: Path) -> None:
+    folder = write_run(store, CELL)
+    tracking.sync(store)
+    (folder / "tracking.json").unlink()
+    tracking.sync(store)
+    assert len(children(store)) == len([r for r in runs(store) if "sweeper.run" in r.data.tags]) == 1
+
+
+def test_a_verdict_written_anew_is_shown(store: Path) -> None:
+    """A later sweep may adopt a finished run: its verdict then names both sweeps."""
+    folder = write_run(store, CELL)
+    tracking.sync(store)
+    finish_run(folder, events(), sweeps=["sweep0123", "sweep4567"])
+    assert tracking.sync(store)["written"] == 1
+    assert children(store)[folder.name].data.tags["sweep_ids"] == "sweep0123,sweep4567"
+
+
+def test_what_a_dead_harness_left_running_is_closed(store: Path) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    lost, live, late = (write_run(store, CELL, repeat=r, finished=False) for r in (1, 2, 3))
+    for folder in (lost, late):
+        run = json.loads((folder / "run.json").read_text())
+        (folder / "run.json").write_text(json.dumps(run | {"harness_pid": ended.pid}))
+    now = json.loads((live / "run.json").read_text())
+    (live / "run.json").write_text(json.dumps(now | {"started": time.time()}))
+    view = View(None, "dflash", store)
+    for folder in (lost, live, late):
+        view.bring(folder)
+    finish_run(late, events())
+    tracker = tracking.make(LOCAL, store)
+    tracker.close()
+    status = {name: run.info.status for name, run in children(store).items()}
+    assert status == {lost.name: "KILLED", live.name: "RUNNING", late.name: "FINISHED"}
+
+
+def test_a_harness_elsewhere_may_live() -> None:
+    assert alive(1, "some-other-host", 0.0)
+    assert not alive(None, None, None)
+    assert not alive(1, socket.gethostname(), 1.0)  # that process began after the run
+
+
+def test_primes_are_not_shown(store: Path) -> None:
+    write_run(store, CELL, role="prime")
+    assert tracking.sync(store) == {"written": 0, "unchanged": 1}
+    assert not children(store)
+
+
+def test_an_unreachable_store_neither_blocks_nor_raises(tmp_path: Path, capsys: Any) -> None:
+    uri = "http://user:secret@127.0.0.1:9"
+    tracker = tracking.make({"name": "local", "uri": uri, "experiment": "dflash"}, tmp_path)
+    folder = write_run(tmp_path, CELL)
+    tracker.open_sweep("sweep0123", "title", 1)
+    tracker.finish(folder)
+    tracker.close_sweep("sweep0123", table.rows([folder]))
+    tracker.close()
+    told = capsys.readouterr().err
+    assert "tracking failed" in told
+    assert "sweeper.tracking sync" in told
+    assert "secret" not in told
+    assert not [t for t in threading.enumerate() if t.name == "tracking" and t.is_alive()]
+
+
+def test_what_failed_is_tried_again(store: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(tracking, "PAUSE", 0.05)
+    outages = iter([OSError("disk I/O error"), OSError("disk I/O error")])
+
+    def open_view() -> View:
+        for outage in outages:
+            raise outage
+        return View(None, "dflash", store)
+
+    tracker = tracking.Tracker(open_view, store)
+    tracker.open_sweep("sweep0123", "title", 1)
+    folder = write_run(store, CELL)
+    tracker.finish(folder)
+    wait_for(lambda: children(store)[folder.name].info.status == "FINISHED")
+    tracker.close_sweep("sweep0123", [])
+    tracker.close()
+    assert capsys.readouterr().err == "tracking failed and will be tried again: disk I/O error\n"  # told once
+    assert [p.info.status for p in parents(store)] == ["FINISHED"]
+
+
+@pytest.mark.slow
+def test_two_harnesses_share_a_fresh_store(tmp_path: Path) -> None:
+    """Both make the tables at the same time, the case in which MLflow alone loses most writers."""
+    program = (
+        "import sys; sys.path.insert(0, sys.argv[3])\n"
+        "from pathlib import Path\n"
+        "from made_up import write_run\n"
+        "from sweeper import tracking\n"
+        "store, repeat = Path(sys.argv[1]), int(sys.argv[2])\n"
+        "tracker = tracking.make({'name': 'local'}, store)\n"
+        "tracker.open_sweep('both', 'both', 2)\n"
+        f"folder = write_run(store, {CELL!r}, repeat=repeat, sweep='both')\n"
+        "tracker.finish(folder)\n"
+        "tracker.close()\n"
+        "sys.exit(bool(tracker.notes))\n"
+    )
+    here = str(Path(__file__).parent)
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, str(tmp_path), str(n), here], stderr=subprocess.PIPE, text=True
+        )
+        for n in (1, 2)
+    ]
+    for process in started:
+        _, err = process.communicate(timeout=120)
+        assert (process.returncode, err) == (0, "")
+    assert len(children(tmp_path)) == 2
+    assert len(parents(tmp_path)) == 1
+
+
+def test_tracking_none_writes_nothing(tmp_path: Path) -> None:
+    tracker = tracking.make({"name": "none"}, tmp_path)
+    folder = write_run(tmp_path, CELL)
+    tracker.open_sweep("s", "t", 1)
+    tracker.start(folder)
+    tracker.finish(folder)
+    tracker.close_sweep("s", [])
+    tracker.close()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["runs"]
+
+
+def test_the_sync_command(store: Path, capsys: Any) -> None:
+    write_run(store, CELL)
+    assert tracking.main(["sync", "--store", str(store)]) == 0
+    assert capsys.readouterr().out == "1 runs written, 0 unchanged\n"
+    assert tracking.main(["sync", "--store", str(store / "none")]) == 2
+    assert capsys.readouterr().err.startswith("store=")
+    assert tracking.main(["sync", "--store", str(store), "--uri", "nosuch://x"]) == 1
+    assert capsys.readouterr().err.startswith("uri=nosuch")
