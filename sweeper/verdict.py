@@ -22,6 +22,7 @@ CRASHES = frozenset({signals.SIGSEGV, signals.SIGBUS, signals.SIGILL, signals.SI
 BAD_INPUT = 2  # exit status of a job that refuses a setting
 
 _SETTING = re.compile(r"^(?:\S+: )?[A-Za-z_][\w.\[\]]*=.*: \S.*$")
+_DUMP = re.compile(r"^== .*$", re.MULTILINE)
 _COMPILER = re.compile(r"torch[/\\](?:_dynamo|_inductor|_functorch|fx)[/\\]")
 _AUTOGRAD = re.compile(r"torch[/\\]autograd[/\\](?:graph|__init__)\.py$")
 
@@ -193,12 +194,13 @@ def deadlock(stacks: str) -> str | None:
     has compiler frames of its own: the engine's thread is the one that compiles a lazy backward. A thread
     that waits for autograd outside any compile is an ordinary training step and proves nothing.
     """
-    compiling = [t for t in threads(stacks) if any(_COMPILER.search(path) for path, _ in t[1])]
-    for waiter, frames in compiling:
-        if frames and _AUTOGRAD.search(frames[0][0]):
-            for other, _ in compiling:
-                if other != waiter:
-                    return f"{waiter} waits for autograd inside a compile while {other} compiles"
+    for dump in _DUMP.split(stacks):  # the same thread has another name in another tool's dump
+        compiling = [t for t in threads(dump) if any(_COMPILER.search(path) for path, _ in t[1])]
+        for waiter, frames in compiling:
+            if _AUTOGRAD.search(frames[0][0]):
+                for other, _ in compiling:
+                    if other != waiter:
+                        return f"{waiter} waits for autograd inside a compile while {other} compiles"
     return None
 
 

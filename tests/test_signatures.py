@@ -186,6 +186,12 @@ def test_stack_fingerprint_ignores_order_and_number_of_threads() -> None:
     assert stack_fingerprint(a) != stack_fingerprint(b)
 
 
+def test_stack_fingerprint_is_the_same_from_either_tool() -> None:
+    spy = 'Thread 71 (idle): "left"\n    0x7ff4 (libc.so.6)\n    job.<locals>.hold (child.py:52)\n    Thread.run (threading.py:9)\n'
+    fault = 'Thread 0x07 (most recent call first):\n  File "/x/child.py", line 52 in hold\n  File "/l/threading.py", line 1 in run\n'
+    assert stack_fingerprint(spy) == stack_fingerprint(fault) == stack_fingerprint(f"{spy}\n{fault}")
+
+
 def test_both_stack_formats_are_read() -> None:
     spy = 'Thread 71 (idle): "drafter-0"\n    wait (threading.py:331)\n    get (dflash/pipeline/channel.py:88)\n'
     ((head, frames),) = threads(spy)

@@ -95,6 +95,9 @@ def test_a_killing_line_outranks_nothing_else_in_the_log() -> None:
         ("AssertionError", "CURRENT_PATCHER is None in finally block", "compile.module_call_race"),
         ("OutOfMemoryError", MEMORY, "memory.gpu_oom"),
         ("KeyError", "'custom'", "unknown"),
+        ("WorkerDied", "worker process drafter1 ended by signal SIGKILL", "process.sigkill"),
+        ("WorkerDied", "worker process target0 ended by signal SIGSEGV", "process.segfault"),
+        ("WorkerDied", "worker process drafter0 ended by status 1", "unknown"),
     ],
 )
 def test_the_failure_event_names_the_cause(kind: str, message: str, named: str) -> None:
@@ -212,6 +215,36 @@ def test_a_compile_deadlock_is_told_from_a_slow_compile() -> None:
     assert "0x00007f0000000002" in found.signature.evidence
     assert deadlock(SLOW) is None
     assert cause(given_run(ended_by="hung", hung_stage="warmup", stacks=SLOW)) == "process.hung"
+
+
+SPY = """\
+== py-spy dump --native of pid 71
+Thread 71 (idle): "MainThread"
+    join (threading.py:1119)
+Thread 72 (idle): "drafter1"
+    pthread_cond_wait (libc.so.6)
+    torch::autograd::ReadyQueue::pop (engine.cpp:200)
+    _engine_run_backward (torch/autograd/graph.py:829)
+    joint (torch/_higher_order_ops/flex_attention.py:9)
+    trace (torch/_functorch/_aot_autograd/graph_capture.py:8)
+"""
+SAME_THREAD = """
+== what the child printed when aborted
+Thread 0x00007f0000000002 (most recent call first):
+  File "/v/lib/python3.11/site-packages/torch/autograd/graph.py", line 829 in _engine_run_backward
+  File "/v/lib/python3.11/site-packages/torch/_higher_order_ops/flex_attention.py", line 9 in joint
+  File "/v/lib/python3.11/site-packages/torch/_functorch/_aot_autograd/graph_capture.py", line 8 in trace
+"""
+
+
+def test_one_thread_in_two_dumps_is_no_deadlock() -> None:
+    assert deadlock(SPY + SAME_THREAD) is None
+    other = """Thread 73 (idle): "autograd"
+    _compile_backward (torch/_functorch/_aot_autograd/runtime_wrappers.py:2)
+"""
+    found = deadlock(SPY + other + SAME_THREAD)
+    assert found is not None
+    assert "drafter1" in found
 
 
 ANY_RUN = st.fixed_dictionaries(

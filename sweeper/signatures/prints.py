@@ -15,7 +15,7 @@ VERSION = "1"
 
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _FRAME = re.compile(r'^\s*File "(?P<path>[^"\n]+)", line \d+(?:,)? in (?P<name>.+?)\s*$')
-_SPY_FRAME = re.compile(r"^\s+(?P<name>[\w.<>$:~]+) \((?P<path>[^()\s][^()]*?):\d+\)\s*$")
+_SPY_FRAME = re.compile(r"^\s+(?P<name>[\w.<>$:~]+) \((?P<path>[^()\s][^()]*?\.pyx?):\d+\)\s*$")
 _THREAD = re.compile(r"^(?:Current thread|Thread) (?:0x)?[0-9a-fA-F]+\b")
 _SLASH = re.compile(r"[/\\]")
 _TRACEBACK = "Traceback (most recent call last)"
@@ -52,10 +52,13 @@ def fingerprint(text: str) -> str:
 def stack_fingerprint(stacks: str) -> str:
     """Twelve hex digits of a dump of all threads' stacks (faulthandler's or py-spy's format).
 
-    The three innermost frames of each thread, as a set: neither the order of threads nor how many workers
-    stand in the same place matters.
+    The three innermost Python frames of each thread, as a set: neither the order of threads nor how many
+    workers stand in the same place matters, nor whether one dump was taken or both. (py-spy tells qualified
+    names, faulthandler plain ones.)
     """
-    places = {" < ".join(_frame(path, name) for path, name in frames[:3]) for _, frames in threads(stacks)}
+    places = {
+        " < ".join(_frame(path, name.split(".")[-1]) for path, name in frames[:3]) for _, frames in threads(stacks)
+    }
     return _hash(sorted(places))
 
 
