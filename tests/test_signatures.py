@@ -187,8 +187,15 @@ def test_stack_fingerprint_ignores_order_and_number_of_threads() -> None:
 
 
 def test_stack_fingerprint_is_the_same_from_either_tool() -> None:
-    spy = 'Thread 71 (idle): "left"\n    0x7ff4 (libc.so.6)\n    job.<locals>.hold (child.py:52)\n    Thread.run (threading.py:9)\n'
-    fault = 'Thread 0x07 (most recent call first):\n  File "/x/child.py", line 52 in hold\n  File "/l/threading.py", line 1 in run\n'
+    spy = """Thread 71 (idle): "left"
+    0x7ff4 (libc.so.6)
+    job.<locals>.hold (child.py:52)
+    Thread.run (threading.py:9)
+"""
+    fault = """Thread 0x07 (most recent call first):
+  File "/x/child.py", line 52 in hold
+  File "/l/threading.py", line 1 in run
+"""
     assert stack_fingerprint(spy) == stack_fingerprint(fault) == stack_fingerprint(f"{spy}\n{fault}")
 
 
