@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -53,7 +54,7 @@ def command(arguments: list[str]) -> int:
         from sweeper.sweep import sweep
 
         if len(configs) > 1 and not many:
-            varied = " ".join(word for word in arguments if "," in word)
+            varied = next((word for word in arguments if re.search(r"=.*[,(*]", word)), arguments[-1])
             raise SettingError(*varied.partition("=")[::2], "several levels make a sweep; say so with -m")
         result = sweep(configs)
         status = result.status

@@ -171,17 +171,25 @@ def _carry_out(plan: Plan, options: spec.Options, interrupts: Interrupts) -> dic
             if interrupts.look():
                 break
             place += item.done is None
-            _one(item, session, place)
+            try:
+                _one(item, session, place)
+            except OSError as error:
+                screen.note(f"{item.run.label}: not run, the store cannot be written ({error})")
         # What a repeat or a rerun left on disk is what counts, whoever made it.
         latest = [(item.run.identity, last) for item in plan.items if (last := _last(options.folder, item.run))]
         rows = table.rows([last.folder for _, last in latest])
         tracker.close_sweep(plan.id, rows)
         screen.close()
-        store.write(folder / "table.txt", table.render(rows, 160) + "\n")
         print(table.render(rows, shutil.get_terminal_size().columns if sys.stdout.isatty() else None))
+        try:
+            store.write(folder / "table.txt", table.render(rows, 160) + "\n")
+        except OSError as error:
+            screen.note(f"the table could not be kept in {folder} ({error})")
         return {identity: last.verdict["verdict"] for identity, last in latest if last.verdict}
     finally:
         screen.close()
+        # Tracking is only a view and catches up later: whoever presses again does not wait for it.
+        interrupts.limit = min(interrupts.limit, interrupts.count + 1)
         if interrupts.count < 2:
             tracker.close()
 
@@ -238,7 +246,8 @@ def _plan_record(plan: Plan, options: spec.Options) -> dict[str, Any]:
         "sweep": plan.id,
         "title": _title(plan),
         "written": time.time(),
-        "command": sys.argv[1:],
+        # An address of a tracking server may hold a password.
+        "command": [word for word in sys.argv[1:] if not word.lstrip("+").startswith("tracking.")],
         "repeat": options.repeat,
         "order": options.order,
         "runs": [
@@ -288,11 +297,12 @@ def _prepare(folder: Path) -> None:
 
 
 class Interrupts:
-    """Counts Ctrl-C and SIGTERM while entered; the third ends the harness there and then."""
+    """Counts Ctrl-C and SIGTERM while entered; number `limit` ends the harness there and then."""
 
     def __init__(self) -> None:
         self.count = 0
         self.on_first: Any = lambda: None
+        self.limit = 3
         self._told = False
 
     def __enter__(self) -> Interrupts:
@@ -305,7 +315,7 @@ class Interrupts:
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         self.count += 1
-        if self.count > 2:
+        if self.count >= self.limit:
             os._exit(INTERRUPTED)
 
     def look(self) -> int:

@@ -91,6 +91,7 @@ BAD = [
         ["workload.code=/no.py", "existing"],
     ),
     (["compile=locked,whole"], ["compile=locked,whole", "-m"]),
+    (["seed=range(3)"], ["seed=range(3)", "-m"]),
     (["a=[1"], ["a=[1", "key=value"]),
     (["foo"], ["foo", "key=value"]),
     (["--bogus"], ["--bogus"]),

@@ -62,6 +62,24 @@ def test_records_tell_what_ran_where(tmp_path: Path) -> None:
     assert run["wheel"]["versions"]["torch"]
 
 
+def test_a_cell_that_cannot_run_here_is_skipped_with_its_reason(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    done = sweeper(store, "compile=triton", "device=cpu", "cache=warm")
+    assert done.returncode == 0
+    verdict = only(store)
+    assert (verdict["verdict"], verdict["reason"], verdict["cache"]) == ("skipped", "needs CUDA", None)
+    assert "skipped" in done.stdout
+    assert sweeper(store, "compile=triton", "device=cpu", "cache=warm", "rerun=failed").returncode == 0
+    assert len(runs(store)) == 1
+
+
+def test_no_password_of_a_tracking_server_is_kept(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    sweeper(store, *workload("ok"), "tracking.uri='http://me:hush@127.0.0.1:9'")
+    for path in store.rglob("*"):
+        assert not path.is_file() or b"hush" not in path.read_bytes(), path
+
+
 def test_strict_turns_a_bad_cell_into_status_3(tmp_path: Path) -> None:
     store = tmp_path / "store"
     assert sweeper(store, *workload("exit3")).returncode == 0
