@@ -16,6 +16,7 @@ import faulthandler
 import json
 import os
 import platform
+import re
 import signal
 import subprocess
 import sys
@@ -106,12 +107,22 @@ def run_trial(strategy: str, number: int, options: argparse.Namespace) -> dict[s
     if not lines:
         hung = "Timeout (" in err or child.returncode == -signal.SIGKILL
         result["outcome"] = "hung" if hung else "crashed"
-        here = str(Path(__file__).resolve().parents[1])
-        result["returncode"] = child.returncode
-        result["stderr"] = err.replace(sys.prefix, "<env>").replace(here, "<repo>")[-6000:]
+        result["returncode"], result["stacks"] = child.returncode, stacks(err)
     else:
         result["outcome"] = "failed" if result["errors"] else "dense" if result["uncompiled_calls"] else "ok"
     return result
+
+
+def stacks(text: str, frames: int = 16) -> list[str]:
+    """What faulthandler or an interpreter wrote last, a line a thread: its newest frames, file names shortened."""
+    found: list[str] = []
+    for line in text.splitlines():
+        frame = re.match(r'  File "(?:.*/)?(.*)", line (\d+) in (.*)', line)
+        if frame and found and found[-1].count(" < ") < frames:
+            found[-1] += " < " + ":".join(frame.groups())
+        elif line.startswith(("Thread ", "Current thread", "Fatal")) or not frame:
+            found.append(line.strip()[:200])
+    return found[-40:]
 
 
 def trial(strategy_name: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -177,6 +188,7 @@ def trial(strategy_name: str, options: argparse.Namespace) -> dict[str, Any]:
                     for parameter in model.parameters():
                         parameter -= 0.01 * parameter.grad
                 steps[i] += 1
+                time.sleep(0.005)  # a drafter also waits for its next batch
         finally:
             steps[i] = max(steps[i], options.steps)
 

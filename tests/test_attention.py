@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn.attention.flex_attention import create_mask
+from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
 from dflash.attention import DFlashMask, attend_dense, attend_flex, block_mask, rule, visible
 
@@ -137,3 +137,28 @@ def test_flex_attention_equals_dense(window: int | None) -> None:
     with torch.no_grad():
         out = attend_flex(q, k, v, block_mask(mask))
     torch.testing.assert_close(out, attend_dense(q, k, v, visible(mask)))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="flex_attention has no backward on CPU")
+@pytest.mark.parametrize("window", [None, 40])
+def test_compiled_flex_equals_dense_on_cuda(window: int | None) -> None:
+    """Forward and gradients, an empty block included, and one compile for all steps of a geometry."""
+    flex = torch.compile(attend_flex, fullgraph=True, dynamic=False)
+    create = torch.compile(create_block_mask, fullgraph=True, dynamic=False)
+    for step in range(3):
+        with torch.compiler.set_stance("default" if step == 0 else "fail_on_recompile"):
+            lengths = [100 + step, 60, 96 - step]
+            document = torch.repeat_interleave(torch.tensor([0, 1, -1]), torch.tensor(lengths))[None]
+            anchors = torch.tensor([[step + 1, 50, 110, 140, -1]])
+            mask = DFlashMask(document.cuda(), anchors.cuda(), block=16, window=window)
+            q, k, v = (
+                torch.randn(1, h, n, 64, device="cuda", requires_grad=True) for h, n in ((4, 80), (2, 336), (2, 336))
+            )
+            got, wanted = flex(q, k, v, block_mask(mask, create)), attend_dense(q, k, v, visible(mask))
+            weight = torch.randn_like(got)
+            torch.testing.assert_close(got, wanted, rtol=1e-2, atol=1e-2)
+            assert not got[:, :, 64:].any()
+            grads = torch.autograd.grad((got * weight).sum(), (q, k, v))
+            expected = torch.autograd.grad((wanted * weight).sum(), (q, k, v))
+            for one, other in zip(grads, expected, strict=True):
+                torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)

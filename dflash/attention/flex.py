@@ -28,6 +28,10 @@ def block_mask(mask: DFlashMask, create: Callable[..., BlockMask] = create_block
 
 def attend_flex(q: Tensor, k: Tensor, v: Tensor, seen: BlockMask) -> Tensor:
     """As attend_dense, with `seen` from block_mask."""
-    out = flex_attention(q, k, v, block_mask=seen, enable_gqa=q.shape[1] != k.shape[1])
+    # Below 128 queries flex would choose its decoding kernel, which has no configuration for such blocks
+    # (NoValidChoicesError on torch 2.11).
+    main_kernel = {"BACKEND": "TRITON"} if q.is_cuda else {}
+    grouped = q.shape[1] != k.shape[1]
+    out = flex_attention(q, k, v, block_mask=seen, enable_gqa=grouped, kernel_options=main_kernel)
     assert isinstance(out, Tensor)
     return out
