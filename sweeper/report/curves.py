@@ -6,6 +6,7 @@ python -m sweeper.report.curves RUN_DIR... -o curves.png
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 from pathlib import Path
 
@@ -14,7 +15,8 @@ from sweeper.measure import Step, steps
 from sweeper.report.table import label, read_json
 
 CURVES = (("loss", "loss (nats a supervised slot)"), ("accept", "teacher-forced acceptance length (tokens)"))
-WINDOW = 5  # steps averaged into the strong line; the faint one is every step
+WINDOW = 8  # steps whose mean is the strong line; the faint one is every step
+STYLES = ("-", "--", "-.", ":")  # runs of one seed lie on each other: each must show
 
 
 def draw(run_dirs: list[Path], out: Path) -> list[str]:
@@ -33,15 +35,17 @@ def draw(run_dirs: list[Path], out: Path) -> list[str]:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    names = _names([folder for folder, _ in drawn])
     figure, axes = pyplot.subplots(1, len(CURVES), figsize=(11, 4.2), layout="constrained")
     for axis, (name, title) in zip(axes, CURVES, strict=True):
-        for folder, done in drawn:
+        for number, (name_of_run, (_, done)) in enumerate(zip(names, drawn, strict=True)):
             numbers, values = series(done, name)
-            line = axis.plot(numbers, smooth(values), linewidth=1.8, label=_label(folder))[0]
+            line = axis.plot(numbers, smooth(values), STYLES[number % len(STYLES)], linewidth=1.8, label=name_of_run)[0]
             axis.plot(numbers, values, linewidth=0.6, alpha=0.35, color=line.get_color())
         axis.set_xlabel(f"step (strong line: mean of {WINDOW})")
         axis.set_title(title, fontsize=10)
         axis.grid(alpha=0.25)
+    axes[0].set_yscale("log")
     axes[0].legend(fontsize=8)
     try:
         figure.savefig(out, dpi=130)
@@ -58,12 +62,19 @@ def series(done: list[Step], name: str) -> tuple[list[int], list[float]]:
 
 def smooth(values: list[float]) -> list[float]:
     """The mean of each value and the up to WINDOW - 1 before it."""
-    return [sum(values[max(0, i - WINDOW + 1) : i + 1]) / min(i + 1, WINDOW) for i in range(len(values))]
+    return [statistics.fmean(values[max(0, i - WINDOW + 1) : i + 1]) for i in range(len(values))]
 
 
-def _label(folder: Path) -> str:
-    run = read_json(folder / "run.json") or {}
-    return f"{label(run['cell'])} r{run.get('repeat')}" if run.get("cell") else folder.name
+def _names(folders: list[Path]) -> list[str]:
+    """Each run by the levels in which these runs differ, and its repeat."""
+    told = [read_json(folder / "run.json") or {} for folder in folders]
+    cells = [run.get("cell") or {} for run in told]
+    factors = list(dict.fromkeys(factor for cell in cells for factor in cell))
+    varied = [f for f in factors if len({str(cell.get(f)) for cell in cells if cell}) > 1] or factors
+    return [
+        f"{label({f: cell[f] for f in varied if f in cell})} r{run.get('repeat')}" if cell else folder.name
+        for folder, run, cell in zip(folders, told, cells, strict=True)
+    ]
 
 
 def main(arguments: list[str] | None = None) -> int:
