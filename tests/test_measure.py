@@ -32,6 +32,20 @@ def test_time_between_steps_counts() -> None:
     assert figures(told).ktok_s == pytest.approx(2 * 500 / 10.0 / 1000)
 
 
+def test_waiting_before_the_first_step_of_the_window_counts() -> None:
+    told = events(steps=5, steady_after=3)
+    for event in told:
+        if event.get("step", 0) >= 4:
+            event["t"] += 8.0
+    assert figures(told).steady_seconds == pytest.approx(10.0)
+
+
+def test_of_two_events_for_one_step_the_first_counts() -> None:
+    told = events()
+    again = [e | {"tokens": 7, "t": e["t"] + 500.0, "loss": 0.0} for e in told if e.get("step") in (2, 12)]
+    assert figures(told + again) == figures(told)
+
+
 def test_window_without_a_step_before_it_opens_at_its_first_step() -> None:
     assert figures(events(steps=4, pace=2.0, steady_after=0)).steady_seconds == pytest.approx(8.0)
 

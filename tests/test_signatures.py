@@ -159,6 +159,11 @@ def test_fingerprint_of_a_log_line_does_not_change_either(one: dict, other: dict
     assert fingerprint(line.format(**one)) == fingerprint(line.format(**other))
 
 
+def test_fingerprint_does_not_change_with_a_unit() -> None:
+    text = "OutOfMemoryError: CUDA out of memory. Tried to allocate {}. GPU 0 has {} free."
+    assert fingerprint(text.format("36.71 GiB", "512 bytes")) == fingerprint(text.format("900.00 MiB", "1.43 GiB"))
+
+
 def test_fingerprint_tells_failures_apart() -> None:
     place = {"rank": 0, "day": 1, "pid": 7, "home": "/home", "user": "a", "number": 1, "line": 1, "library": 1}
     text = TRACEBACK.format(**place, address=4096, size=1.0, seconds=1.0)
