@@ -51,16 +51,19 @@ def main() -> None:
         bad = [f"{e['kind']} in {e['thread']}" for e in result["errors"]]
         print(f"{len(results)}/{len(plan)} {item[0]}: {result['outcome']} {result['seconds']} s {bad}", flush=True)
         if options.json:
-            report = {"command": " ".join(["python", *sys.argv]), "machine": machine(), "results": results}
-            Path(options.json).write_text(json.dumps(report, indent=1) + "\n")
+            Path(options.json).write_text(report(results))
 
     with ThreadPoolExecutor(options.jobs) as pool:
         list(pool.map(one, plan))
     print(table(strategies, results))
 
 
-def machine() -> dict[str, Any]:
-    return {"system": platform.platform(), "python": platform.python_version(), "cores": os.cpu_count()}
+def report(results: list[dict[str, Any]]) -> str:
+    """JSON with the command, the machine, and a line for each trial."""
+    machine = {"system": platform.platform(), "python": platform.python_version(), "cores": os.cpu_count()}
+    head = {"command": " ".join(["python", *sys.argv]), "machine": machine}
+    trials = ",\n  ".join(json.dumps(result) for result in results)
+    return json.dumps(head)[:-1] + f',\n "results": [\n  {trials}\n ]}}\n'
 
 
 def parse() -> argparse.Namespace:

@@ -36,8 +36,10 @@ KINDS: dict[str, str] = {
     "drafters), loss, accept (teacher-forced acceptance length, bonus token included), accuracy, lr, grad_norm, "
     "seconds, steady (inside the measured window), queue_bytes, wait_s {worker: seconds waited this step}",
     "compile": "a worker compiled: worker, seconds, graphs, what (shape class), steady",
-    "counters": "totals so far: caches {layer: {hits, misses, bypasses, ...}}, graphs, recompiles, compile_seconds, "
-    "attention_calls, uncompiled_calls, flag_stuck; at (steady|end)",
+    "counters": "totals so far: caches {layer: {hits, misses, bypasses, ...}}, graphs, compiles, recompiles, "
+    "unexpected_compiles (not announced, caught and repeated alone), recompile_limit_hits, compile_seconds, "
+    "compile_seconds_by_thread, attention_calls, uncompiled_calls, flag_stuck (true|false|thread-local); "
+    "at (steady|end)",
     "memory": "peaks so far: rss_bytes, gpu_bytes {device: bytes}",
     "warning": "the run goes on but its reader must know: code, message",
     "failure": "the root failure: type, message, traceback, worker, holders [{thread, path, seconds_before, open}] "
