@@ -193,11 +193,14 @@ def test_a_warm_cell_is_primed_once_and_proved_warm(tmp_path: Path) -> None:
     assert "prime" not in done.stdout
 
 
-def test_a_cold_run_donates_and_spares_the_priming_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("order", ["order=random", "order=given cache=cold,warm"])
+def test_a_cold_run_donates_and_spares_the_priming_run(tmp_path: Path, order: str) -> None:
     store = tmp_path / "store"
-    done = sweeper(store, "-m", *workload("ok"), "cache=cold,warm", "order=given")
+    levels = ["cache=warm,cold", *order.split()]
+    done = sweeper(store, "-m", *workload("ok"), *levels)
     assert done.returncode == 0
     assert len(runs(store)) == 2
+    assert "priming first" not in done.stderr
     assert only(store, "-warm-")["cache"]["proved"] == "warm"
     assert "2 hits" in only(store, "-warm-")["cache"]["why"]
 
