@@ -160,7 +160,7 @@ def _train_in_processes(
     stop: threading.Event,
 ) -> str:
     events.emit("stage", stage="data")
-    outline = Target.outline(job.target)
+    outline = Target.outline(job.target, placement.targets[0])
     _plan(job, outline, events)  # what cannot work is told here, before any worker exists
     width = len(outline.taps) * outline.hidden_size
     size = (job.train.rows, job.data.row_tokens, width)

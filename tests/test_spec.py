@@ -66,7 +66,7 @@ def test_the_default_is_a_valid_job(tmp_path: Path) -> None:
         ["seed=1"],
         ["drafter.layers=3"],
         ["train.steps=61"],
-        ["optim.lr=0.001"],
+        ["optim.lr=0.002"],
     ],
     ids=lambda changed: changed[0],
 )

@@ -132,7 +132,7 @@ def test_a_job_trains_reports_and_leaves_a_drafter(job):
     steps = one.events("step")
     assert [s["step"] for s in steps] == list(range(1, 61))
     assert [s["steady"] for s in steps] == [False] * 2 + [True] * 58
-    assert steps[-1]["loss"] < 0.75 * steps[0]["loss"]
+    assert steps[-1]["loss"] < 0.9 * steps[0]["loss"]
     assert all(1 <= s["accept"] <= 4 for s in steps)
     (data,) = one.events("data")
     assert data["documents"] == 24
