@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from dflash import models
 from dflash.events import STAGES
-from dflash.settings import JobSettings, SettingError, Split
+from dflash.settings import DEVICES, JobSettings, SettingError, Split
 from sweeper import machine, wheels
 
 FACTORS = ("wheel", "cache", "compile", "split", "isolation")
@@ -205,14 +205,16 @@ def _run(config: DictConfig, swept: Iterable[str], options: Options) -> Run:
         raise SettingError("seed", spec["seed"], "must be a whole number from 0")
     if workload.name == "dflash":
         spec = _job(spec)
-    needs_cuda = workload.name == "dflash" and spec["compile"] == "triton" and spec["device"] == "cpu"
+    skip = ""
+    if workload.name == "dflash" and spec["compile"] == "triton":
+        skip = "needs CUDA" if spec["device"] == "cpu" else "the Triton kernel is not part of this version"
     return Run(
         cell=cell,
         spec=spec,
         workload=workload,
         wheel=wheel,
         facts=_facts(spec, workload, wheel),
-        skip="needs CUDA" if needs_cuda else "",
+        skip=skip,
     )
 
 
@@ -244,11 +246,12 @@ def _job(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def _device(asked: Any, wheel: wheels.Wheel) -> str:
-    if asked not in ("auto", "cpu", "cuda"):
-        raise SettingError("device", asked, "must be one of auto, cpu, cuda")
-    if asked == "cuda" and not machine.gpus():
+    if asked not in DEVICES:
+        raise SettingError("device", asked, f"must be one of {', '.join(DEVICES)}")
+    on_gpu = asked in ("cuda", "shared")
+    if on_gpu and not machine.gpus():
         raise SettingError("device", asked, "this machine shows no NVIDIA GPU; use cpu or auto")
-    if asked == "cuda" and not wheel.computes_on_gpu:
+    if on_gpu and not wheel.computes_on_gpu:
         torch = wheel.versions.get("torch", "not installed")
         raise SettingError("device", asked, f"torch here is {torch}, a build without CUDA; use cpu or auto")
     if asked == "auto":
@@ -260,7 +263,11 @@ def _check_split(text: Any, device: str) -> None:
     split = Split.parse(text)
     wanted = split.targets + split.drafters
     if device == "cuda" and wanted > machine.gpus():
-        raise SettingError("split", text, f"needs {wanted} GPUs and this machine shows {machine.gpus()}")
+        raise SettingError(
+            "split",
+            text,
+            f"needs {wanted} GPUs and this machine shows {machine.gpus()}; device=shared puts several workers on one",
+        )
     if device == "cpu" and wanted > machine.CPU_WORKERS:
         raise SettingError("split", text, f"on CPU targets and drafters together must be at most {machine.CPU_WORKERS}")
 

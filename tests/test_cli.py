@@ -150,7 +150,9 @@ def test_a_split_larger_than_the_machine_is_refused(
     machine.gpus.cache_clear()
     try:
         status, _, err = inside(tmp_path, capsys, ["split=5t3d"])
-        assert (status, err) == (2, "sweeper: split=5t3d: needs 8 GPUs and this machine shows 2\n")
+        sentence = "needs 8 GPUs and this machine shows 2; device=shared puts several workers on one"
+        assert (status, err) == (2, f"sweeper: split=5t3d: {sentence}\n")
+        assert inside(tmp_path, capsys, ["split=5t3d", "device=shared", *DRY])[0] == 0
         status, out, _ = inside(tmp_path, capsys, ["split=1t1d", *DRY])
         assert status == 0
         assert "to do" in out
