@@ -192,6 +192,16 @@ def test_two_interrupts_end_at_once(tmp_path: Path, number: int) -> None:
     assert only(store)["verdict"] == "killed"
 
 
+def test_a_command_that_handles_no_signal_hears_the_first_interrupt(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    with started(store, "workload=command", "workload.argv=[sleep,'600']", "grace=600") as process:
+        until(lambda: list(store.glob("runs/*/run.json")))
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=30)
+    assert only(store)["verdict"] == "killed"
+    assert only(store)["signature"]["cause"] == "sweep.interrupted"
+
+
 def test_two_harnesses_started_at_once_share_the_work(tmp_path: Path) -> None:
     store = tmp_path / "store"
     command = ["-m", *workload("ok"), "compile=locked,whole,eager", "order=given"]
