@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-ENDS = 5  # steps averaged into loss_first, loss_last, accept_first and accept_last
+ENDS = 10  # steps averaged into loss_first, loss_last, accept_first and accept_last
 
 
 @dataclass(frozen=True)

@@ -224,7 +224,7 @@ def test_a_damaged_snapshot_is_primed_again_within_the_sweep(tmp_path: Path) -> 
     graph.write_text("compil")
     done = sweeper(store, *workload("ok"), "cache=warm", "rerun=all")
     assert "set aside" in done.stderr
-    assert only(store, "-warm-1t2d-threads-" + _identity(store) + "-r1.a2")["cache"]["proved"] == "warm"
+    assert only(store, "-warm-1t1d-threads-" + _identity(store) + "-r1.a2")["cache"]["proved"] == "warm"
     assert len([name for name in runs(store) if name.startswith("prime")]) == 2
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-STEPS = 16
+STEPS = 30
 
 
 @pytest.fixture(scope="module")

@@ -51,12 +51,12 @@ def test_window_without_a_step_before_it_opens_at_its_first_step() -> None:
 
 
 def test_other_figures() -> None:
-    found = figures(events(steps=12))
+    found = figures(events(steps=24))
     assert found.time_to_first_step_s == pytest.approx(21.0)
     assert (found.compile_s, found.peak_rss_bytes, found.peak_gpu_bytes) == (17.5, 3_000_000_000, None)
-    assert found.loss_first == pytest.approx(5.0 - 0.2 * 3)  # the mean of steps 1 to 5
-    assert found.loss_last == pytest.approx(5.0 - 0.2 * 10)  # of steps 8 to 12
-    assert found.accept_last == pytest.approx(1.0 + 0.05 * 10)
+    assert found.loss_first == pytest.approx(5.0 - 0.2 * 5.5)  # the mean of steps 1 to 10
+    assert found.loss_last == pytest.approx(5.0 - 0.2 * 19.5)  # of steps 15 to 24
+    assert found.accept_last == pytest.approx(1.0 + 0.05 * 19.5)
 
 
 def test_few_steps_average_all_of_them() -> None:

@@ -49,7 +49,7 @@ def test_the_default_is_a_valid_job(tmp_path: Path) -> None:
         "wheel": "current",
         "cache": "cold",
         "compile": "locked",
-        "split": "1t2d",
+        "split": "1t1d",
         "isolation": "threads",
     }
     assert run.spec["device"] in ("cpu", "cuda")
@@ -61,7 +61,7 @@ def test_the_default_is_a_valid_job(tmp_path: Path) -> None:
     [
         ["compile=whole"],
         ["cache=warm"],
-        ["split=1t1d"],
+        ["split=1t2d"],
         ["isolation=processes"],
         ["seed=1"],
         ["drafter.layers=3"],
@@ -132,7 +132,7 @@ def test_snapshots_are_shared_by_runs_of_the_same_graphs_only(tmp_path: Path) ->
     run = read(tmp_path)
     same = [read(tmp_path, one) for one in ("seed=5", "train.steps=9", "cache=warm", "repeat=3")]
     assert {one.snapshot_key() for one in same} == {run.snapshot_key()}
-    other = ["compile=whole", "isolation=processes", "split=1t1d", "drafter.layers=3", "data.row_tokens=128"]
+    other = ["compile=whole", "isolation=processes", "split=1t2d", "drafter.layers=3", "data.row_tokens=128"]
     keys = {read(tmp_path, one).snapshot_key() for one in other}
     assert len(keys) == len(other)
     assert run.snapshot_key() not in keys
