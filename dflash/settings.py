@@ -150,7 +150,7 @@ class Train:
 
     steps: int = 60
     rows: int = 1  # packed rows a drafter takes each step
-    steady_after: int = 3  # steps before the measured window opens
+    steady_after: int = 3  # steps of warm-up; the measured window opens with the first batch made after them
     queue_mib: float = 64.0  # bound on features waiting for one drafter
     cpu_threads: int = 0  # intra-op threads of each worker on CPU; 0: the machine's cores over the workers
     save: bool = True  # write the trained drafter at the end

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -28,9 +29,10 @@ class Batch:
     anchors: Tensor
     context_tokens: int  # without padding
     features: Tensor | None = None
+    made: float = 0.0  # when the target had finished the features, Unix seconds
 
     def with_features(self, features: Tensor) -> Batch:
-        return replace(self, features=features)
+        return replace(self, features=features, made=self.made or time.time())
 
     @property
     def bytes(self) -> int:

@@ -121,7 +121,9 @@ class ProcessChannel:
         with self._waiting.get_lock():
             self._waiting.value -= 1
         self._free.release()
-        tensors = {k: v if isinstance(v, int) else torch.from_numpy(v) for k, v in small.items()}
+        tensors: dict[str, Any] = {
+            k: v if isinstance(v, int | float) else torch.from_numpy(v) for k, v in small.items()
+        }
         return Batch(**tensors, features=features)
 
     def stats(self) -> ChannelStats:

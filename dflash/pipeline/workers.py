@@ -83,6 +83,7 @@ class StepSums:
     accept: float = 0.0
     blocks: float = 0.0
     tokens: float = 0.0
+    fresh: float = 0.0  # drafters whose batch was made after warm-up ended
     stop: float = 0.0
 
 
@@ -107,6 +108,7 @@ def run_drafter(
     )
     forward = strategy.compile_forward(drafter)
     reporter = Reporter(tools, channels) if rank == 0 else None
+    warm = float("inf")  # when warm-up ended
     for step in range(1, job.train.steps + 1):
         if reporter:
             reporter.step_begins(step)
@@ -118,6 +120,7 @@ def run_drafter(
             return _forward_backward(job, drafter, forward, ends, batch)
 
         sums = strategy.run(name, shape_class, body)
+        sums.fresh = float(batch.made > warm)
         sums.stop = float(tools.stopping())
         with strategy.quiet():
             vector = torch.cat([*(p.grad.flatten() for p in parameters if p.grad is not None), _pack(sums, device)])
@@ -134,6 +137,8 @@ def run_drafter(
             )
         if reporter:
             reporter.step_ended(step, sums, norm)
+        if step == max(1, job.train.steady_after):
+            warm = time.time()
         if sums.stop:
             break
 
@@ -250,7 +255,8 @@ class Reporter:
             lr=learning_rate(step, job.train.steps, job.optim),
             grad_norm=grad_norm,
             seconds=time.perf_counter() - self.began,
-            steady=step > job.train.steady_after,
+            # A backlog that targets made while drafters compiled is no speed: it is used up first.
+            steady=sums.fresh == self.tools.split.drafters,
             queue_bytes=sum(s.bytes for s in waiting.values()),
             wait_s={who: seconds - self.waited.get(who, 0.0) for who, seconds in waited.items()},
         )

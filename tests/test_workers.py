@@ -1,0 +1,77 @@
+"""What a drafter worker counts as speed."""
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+from dflash import strategies
+from dflash.drafter import Drafter, Geometry
+from dflash.events import EventReader, EventWriter
+from dflash.pipeline.average import ThreadAverager
+from dflash.pipeline.batch import Batch
+from dflash.pipeline.channel import ChannelStats
+from dflash.pipeline.workers import FrozenEnds, Tools, run_drafter
+from dflash.probe import Probe
+from dflash.settings import JobSettings
+
+TARGET = SimpleNamespace(
+    hidden_size=8,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=4,
+    intermediate_size=8,
+    rope_theta=1e4,
+    rms_norm_eps=1e-5,
+    taps=[1],
+)
+
+
+class Backlog:
+    """A channel in which `waiting` batches lie since long ago; those after them are made when asked for."""
+
+    def __init__(self, waiting: int) -> None:
+        self.waiting, self.given = waiting, 0
+
+    def get(self, device: torch.device) -> Batch:
+        row = torch.arange(16)[None]
+        ones = torch.ones_like(row, dtype=torch.bool)
+        batch = Batch(0, row, ones, row * 0, row, torch.tensor([[2, 5]]), 16, torch.randn(1, 16, 8))
+        self.given += 1
+        return replace(batch, made=1.0 if self.given <= self.waiting else time.time())
+
+    def stats(self) -> ChannelStats:
+        return ChannelStats(0, 0.0, 0.0)
+
+
+def steady_steps(tmp_path: Path, waiting: int, steady_after: int) -> list[int]:
+    values = {
+        "data": {"path": "-", "row_tokens": 16},
+        "target": {"model": "-"},
+        "drafter": {"block": 4, "anchors": 2, "layers": 1},
+        "train": {"steps": 9, "steady_after": steady_after},
+        "compile": "eager",
+    }
+    job = JobSettings.from_dict(values)
+    events = EventWriter(tmp_path / "events.jsonl")
+    probe = Probe(events)
+    strategy = strategies.make("eager", "cpu", probe)
+    drafter = Drafter(Geometry.settle(job.drafter, TARGET), strategy.prepare, strategy.attend)
+    ends = FrozenEnds(torch.randn(16, 8), 1.0, torch.randn(16, 8), 15)
+    tools = Tools(job, events, probe, strategy, lambda: False)
+    run_drafter(tools, 0, drafter, ends, {(0, 0): Backlog(waiting)}, ThreadAverager(1))
+    return [e["step"] for e in EventReader(tmp_path / "events.jsonl").poll() if e["event"] == "step" and e["steady"]]
+
+
+def test_the_measured_window_opens_after_warm_up_when_nothing_waits(tmp_path):
+    assert steady_steps(tmp_path, waiting=0, steady_after=3) == [4, 5, 6, 7, 8, 9]
+
+
+def test_batches_that_piled_up_during_warm_up_are_no_speed(tmp_path):
+    assert steady_steps(tmp_path, waiting=7, steady_after=3) == [8, 9]
+
+
+def test_a_run_that_only_uses_up_its_backlog_measures_nothing(tmp_path):
+    assert steady_steps(tmp_path, waiting=9, steady_after=3) == []
