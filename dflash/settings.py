@@ -182,9 +182,6 @@ class Split:
             raise SettingError("split", text, "must be <targets>t<drafters>d with at least one of each, such as 5t3d")
         return cls(targets=int(match[1]), drafters=int(match[2]))
 
-    def __str__(self) -> str:
-        return f"{self.targets}t{self.drafters}d"
-
 
 @dataclass(kw_only=True)
 class JobSettings:

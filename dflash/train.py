@@ -30,7 +30,7 @@ from dflash.failure import report_failure
 from dflash.models import folder
 from dflash.pipeline.average import Averager, PeerLost, ProcessAverager, ThreadAverager
 from dflash.pipeline.batch import BatchSource
-from dflash.pipeline.channel import Aborted, Channel, ProcessChannel, ThreadChannel
+from dflash.pipeline.channel import Channel, ProcessChannel, ThreadChannel
 from dflash.pipeline.workers import Channels, FrozenEnds, Tools, run_drafter, run_target
 from dflash.probe import Probe
 from dflash.settings import JobSettings, SettingError
@@ -109,7 +109,7 @@ class Crew:
     def _guard(self, name: str, work: Callable[..., None], args: tuple[Any, ...]) -> None:
         try:
             work(*args)
-        except (Aborted, strategies.Aborted):
+        except strategies.Aborted:
             return
         except BaseException as error:
             if self._first.acquire(blocking=False):  # later failures are this one's echoes
@@ -142,7 +142,8 @@ class Post:
 
     role: str
     number: int
-    job: dict[str, Any]
+    job: JobSettings
+    plan: Plan
     out: Path
     device: torch.device
     cpu_threads: int
@@ -161,7 +162,7 @@ def _train_in_processes(
 ) -> str:
     events.emit("stage", stage="data")
     outline = Target.outline(job.target, placement.targets[0])
-    _plan(job, outline, events)  # what cannot work is told here, before any worker exists
+    plan = _plan(job, outline, events)  # what cannot work is told here, before any worker exists
     width = len(outline.taps) * outline.hidden_size
     size = (job.train.rows, job.data.row_tokens, width)
     context = torch.multiprocessing.get_context("spawn")
@@ -178,25 +179,24 @@ def _train_in_processes(
     places = {"drafter": placement.drafters, "target": placement.targets}
     for role, devices in places.items():
         for number, device in enumerate(devices):
-            post = Post(role, number, job.to_dict(), out, device, placement.cpu_threads, channels, averager, told)
+            post = Post(role, number, job, plan, out, device, placement.cpu_threads, channels, averager, told)
             worker = context.Process(target=_worker_process, args=(post,), name=f"{role}{number}")
             worker.start()
             workers[worker.name] = worker
     drafters = [w for name, w in workers.items() if name.startswith("drafter")]
     try:
-        while any(worker.is_alive() for worker in drafters):
-            if stop.is_set():
-                told.set()
+        while True:
+            training = any(worker.is_alive() for worker in drafters)  # asked first: who dies later is seen next time
             dead = [w for w in workers.values() if w.exitcode not in (None, 0)]
             if dead:
                 time.sleep(0.5)  # the culprit writes its own report; its echoes may come first by a little
                 _report_silent_death(out, dead, events)
                 return "failed"
+            if not training:
+                return "interrupted" if stop.is_set() else "ok"
+            if stop.is_set():
+                told.set()
             time.sleep(0.05)
-        if any(worker.exitcode != 0 for worker in drafters):
-            _report_silent_death(out, [w for w in drafters if w.exitcode != 0], events)
-            return "failed"
-        return "interrupted" if stop.is_set() else "ok"
     finally:
         for worker in workers.values():
             if worker.is_alive():
@@ -227,8 +227,7 @@ def _worker_process(post: Post) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: never outlive the parent
-    name = f"{post.role}{post.number}"
-    job = JobSettings.from_dict(post.job)
+    name, job, plan = f"{post.role}{post.number}", post.job, post.plan
     events = EventWriter(post.out / EVENTS_FILE)
     probe = Probe(events)
     probe.install()
@@ -237,7 +236,6 @@ def _worker_process(post: Post) -> None:
         strategy = _make_strategy(job, post.device.type, probe)
         tools = Tools(job, events, probe, strategy, post.stop.is_set)
         (target,) = _load_targets(job, [post.device], events)
-        plan = _plan(job, target, None)
         if post.role == "target":
             source = BatchSource(plan.data.rows, job.train.rows, job.drafter.anchors, job.seed)
             run_target(tools, post.number, target, source, post.channels)
@@ -287,7 +285,7 @@ class Plan:
     mask_token: int
 
 
-def _plan(job: JobSettings, target: Target, events: EventWriter | None) -> Plan:
+def _plan(job: JobSettings, target: Target, events: EventWriter) -> Plan:
     """Read the data and settle what the settings leave open; raises SettingError where they cannot work."""
     from transformers import AutoTokenizer
 
@@ -300,12 +298,10 @@ def _plan(job: JobSettings, target: Target, events: EventWriter | None) -> Plan:
     mask_token = resolve_mask_token(job.drafter.mask_token, tokenizer, target.vocab_size)
 
     def progress(done: int, total: int) -> None:
-        if events:
-            events.emit("progress", what="conversations", done=done, total=total)
+        events.emit("progress", what="conversations", done=done, total=total)
 
     data = load_dataset(job.data, tokenizer, seed=job.seed, progress=progress)
-    if events:
-        events.emit("data", **data.summary)
+    events.emit("data", **data.summary)
     return Plan(data, geometry, mask_token)
 
 

@@ -1,7 +1,14 @@
+from __future__ import annotations
+
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from dflash.probe import Probe
 
 # Workers of the jobs under test share two cores; a pool of threads in each only makes them wait.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -11,3 +18,18 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 def models_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the packaged model is unpacked, once a session."""
     return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture
+def probe(tmp_path: Path) -> Iterator[Probe]:
+    """A probe at work that writes to events.jsonl in the test's folder."""
+    import torch  # here, because most tests do without
+
+    from dflash.events import EventWriter
+    from dflash.probe import Probe
+
+    probe = Probe(EventWriter(tmp_path / "events.jsonl"))
+    probe.install()
+    yield probe
+    probe.close()
+    torch._dynamo.reset()

@@ -3,13 +3,15 @@
 import copy
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from dflash.pipeline.average import ThreadAverager
 from dflash.pipeline.batch import Batch
-from dflash.pipeline.channel import Aborted, ProcessChannel, ThreadChannel
+from dflash.pipeline.channel import ProcessChannel, ThreadChannel
+from dflash.strategies import Aborted
 
 CPU = torch.device("cpu")
 
@@ -26,6 +28,23 @@ def batch(index: int, size: int = 4) -> Batch:
         context_tokens=1,
         features=torch.full((1, size, 2), float(index)),
     )
+
+
+def assert_aborted(wait: Callable[[], object], abort: Callable[[], None]) -> None:
+    """Whoever waits in `wait` raises Aborted soon after `abort`."""
+    raised = []
+
+    def waiting() -> None:
+        try:
+            wait()
+        except Aborted:
+            raised.append(True)
+
+    thread = threading.Thread(target=waiting)
+    thread.start()
+    abort()
+    thread.join(5)
+    assert raised == [True]
 
 
 def channels():
@@ -74,19 +93,7 @@ def test_abort_wakes_whoever_waits(side):
     channel = ThreadChannel(1)
     if side == "put":
         channel.put(batch(0))
-    raised = []
-
-    def wait() -> None:
-        try:
-            channel.put(batch(1)) if side == "put" else channel.get(CPU)
-        except Aborted:
-            raised.append(True)
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    channel.abort()
-    thread.join(5)
-    assert raised == [True]
+    assert_aborted(lambda: channel.put(batch(1)) if side == "put" else channel.get(CPU), channel.abort)
 
 
 @pytest.mark.parametrize("drafters", [1, 2, 3, 5])
@@ -111,16 +118,4 @@ def test_all_drafters_get_the_same_bits_round_after_round(drafters):
 
 def test_a_drafter_that_died_does_not_keep_the_others_waiting():
     averager = ThreadAverager(2)
-    raised = []
-
-    def wait() -> None:
-        try:
-            averager.total(0, torch.ones(3))
-        except Aborted:
-            raised.append(True)
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    averager.abort()
-    thread.join(5)
-    assert raised == [True]
+    assert_aborted(lambda: averager.total(0, torch.ones(3)), averager.abort)

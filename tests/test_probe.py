@@ -4,7 +4,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +12,10 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from dflash.events import KINDS, EventReader, EventWriter
+from dflash.events import KINDS, EventReader
 from dflash.probe import Probe, environment
 
 VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-
-
-@pytest.fixture
-def probe(tmp_path: Path) -> Iterator[Probe]:
-    probe = Probe(EventWriter(tmp_path / "events.jsonl"))
-    probe.install()
-    yield probe
-    probe.close()
-    torch._dynamo.reset()
 
 
 class Tracing:

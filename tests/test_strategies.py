@@ -14,7 +14,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from dflash.attention import DFlashMask, attend_dense, visible
-from dflash.events import EventReader, EventWriter
+from dflash.events import EventReader
 from dflash.probe import Probe
 from dflash.settings import COMPILE_STRATEGIES, SettingError
 from dflash.strategies import Aborted, Gate, Strategy, Unavailable, make
@@ -22,15 +22,6 @@ from dflash.strategies import Aborted, Gate, Strategy, Unavailable, make
 VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
 FAST = "aot_eager"  # traces and compiles backward late as inductor does, without the C++ compiler
 SECONDS = 240  # nothing here may wait longer, not even for a C++ compiler on a busy machine
-
-
-@pytest.fixture
-def probe(tmp_path: Path) -> Iterator[Probe]:
-    probe = Probe(EventWriter(tmp_path / "events.jsonl"))
-    probe.install()
-    yield probe
-    probe.close()
-    torch._dynamo.reset()
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dflash.pipeline.channel import Aborted
+from dflash.strategies import Aborted
 
 
 class PeerLost(RuntimeError):

@@ -16,10 +16,7 @@ import torch
 from torch import Tensor
 
 from dflash.pipeline.batch import Batch
-
-
-class Aborted(Exception):
-    """The run is ending; whoever waits stops waiting. Not a failure of the one who gets it."""
+from dflash.strategies import Aborted
 
 
 @dataclass(frozen=True)

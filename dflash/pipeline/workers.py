@@ -127,16 +127,10 @@ def run_drafter(
         total = averager.total(rank, vector)
         with strategy.quiet():
             sums = _unpack(total)
-            norm = _apply(
-                optimizer,
-                parameters,
-                total,
-                sums.weight,
-                job,
-                learning_rate(step, job.train.steps, job.optim),
-            )
+            lr = learning_rate(step, job.train.steps, job.optim)
+            norm = _apply(optimizer, parameters, total, sums.weight, job.optim.clip, lr)
         if reporter:
-            reporter.step_ended(step, sums, norm)
+            reporter.step_ended(step, sums, norm, lr)
         if step == max(1, job.train.steady_after):
             warm = time.time()
         if sums.stop:
@@ -187,14 +181,14 @@ def _apply(
     parameters: list[Any],
     total: Tensor,
     weight: float,
-    job: JobSettings,
+    clip: float,
     lr: float,
 ) -> float:
     """Step with the joint batch's gradient, clipped; gives its norm before clipping."""
     gradient = total[: -len(fields(StepSums))].div_(weight)
     norm = gradient.norm().item()
-    if norm > job.optim.clip:
-        gradient.mul_(job.optim.clip / norm)
+    if norm > clip:
+        gradient.mul_(clip / norm)
     for parameter, part in zip(parameters, gradient.split([p.numel() for p in parameters]), strict=True):
         parameter.grad = part.view_as(parameter)
     for group in optimizer.param_groups:
@@ -237,7 +231,7 @@ class Reporter:
             self.tools.events.emit("stage", stage="train")
         self.began = time.perf_counter()
 
-    def step_ended(self, step: int, sums: StepSums, grad_norm: float) -> None:
+    def step_ended(self, step: int, sums: StepSums, grad_norm: float, lr: float) -> None:
         job, events = self.tools.job, self.tools.events
         waiting = {key: channel.stats() for key, channel in self.channels.items()}
         waited: dict[str, float] = defaultdict(float)
@@ -252,7 +246,7 @@ class Reporter:
             loss=sums.loss / sums.weight,
             accept=sums.accept / sums.blocks,
             accuracy=sums.correct / sums.labelled,
-            lr=learning_rate(step, job.train.steps, job.optim),
+            lr=lr,
             grad_norm=grad_norm,
             seconds=time.perf_counter() - self.began,
             # A backlog that targets made while drafters compiled is no speed: it is used up first.

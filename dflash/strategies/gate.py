@@ -8,7 +8,10 @@ from contextlib import contextmanager
 
 
 class Aborted(RuntimeError):
-    """The gate was shut for good: the job is ending and nobody may wait any longer."""
+    """The job is ending and nobody may wait any longer: at a gate, a channel or for the other drafters.
+
+    Not a failure of the one who gets it.
+    """
 
 
 class Gate:
