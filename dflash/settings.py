@@ -178,7 +178,7 @@ class Split:
     def parse(cls, text: str) -> Split:
         """Read `<targets>t<drafters>d`; raises SettingError."""
         match = re.fullmatch(r"(\d+)t(\d+)d", str(text))
-        if not match or "0" in match.groups():
+        if not match or not all(int(number) for number in match.groups()):
             raise SettingError("split", text, "must be <targets>t<drafters>d with at least one of each, such as 5t3d")
         return cls(targets=int(match[1]), drafters=int(match[2]))
 

@@ -79,6 +79,7 @@ BAD = [
     (["seed=-1"], ["seed=-1", "whole number"]),
     (["split=3x"], ["split=3x", "5t3d"]),
     (["split=0t1d"], ["split=0t1d", "at least one of each"]),
+    (["split=1t00d"], ["split=1t00d", "at least one of each"]),
     (["split=5t4d", "device=cpu"], ["split=5t4d", f"at most {machine.CPU_WORKERS}"]),
     (["device=gpu"], ["device=gpu", "auto, cpu, cuda"]),
     (["data.path=/no/such.jsonl"], ["data.path=/no/such.jsonl", "readable file"]),
