@@ -1,64 +1,43 @@
-"""`python -m dflash SPEC.json OUT`: run one training job and report it in OUT/events.jsonl.
-
-Exit status: 0 the job ended well; 1 it failed (the last `failure` event says why); 2 a setting cannot work
-(one sentence on standard error); 143 it was asked to end by SIGTERM and did so after a whole step.
-"""
+"""`python -m dflash COMMAND`: prepare and regenerate data, train, evaluate and export a drafter."""
 
 from __future__ import annotations
 
 import argparse
 import faulthandler
+import importlib
 import os
 import sys
-from pathlib import Path
 
-from dflash.events import EVENTS_FILE, EventWriter
-from dflash.settings import JobSettings, SettingError
+from dflash.settings import SettingError
 
-EXIT = {"ok": 0, "failed": 1, "interrupted": 143}
+# Name -> module in dflash.commands, in the order of use.
+COMMANDS = {
+    "train": "train",
+}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m dflash", description="Train one DFlash drafter.")
-    parser.add_argument("spec", type=Path, help="JSON file with the job's settings (see dflash/settings.py)")
-    parser.add_argument("out", type=Path, help="folder for events.jsonl and the trained drafter")
-    arguments = parser.parse_args()
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; 2 and one sentence on standard error when a setting cannot work."""
+    parser = argparse.ArgumentParser(prog="python -m dflash", description="Train DFlash drafters.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, file in COMMANDS.items():
+        module = importlib.import_module(f"dflash.commands.{file}")
+        doc = module.__doc__ or ""
+        command = commands.add_parser(
+            name,
+            help=doc.split("\n")[0],
+            description=doc,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.arguments(command)
+        command.set_defaults(run=module.run)
+    arguments = parser.parse_args(argv)
     faulthandler.enable()
     try:
-        job = JobSettings.from_file(arguments.spec)
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        events = EventWriter(arguments.out / EVENTS_FILE)
-        return _run(job, arguments.out, events)
+        return arguments.run(arguments)
     except SettingError as error:
         print(f"dflash: {error}", file=sys.stderr)
         return 2
-
-
-def _run(job: JobSettings, out: Path, events: EventWriter) -> int:
-    # Here and not above: a wrong setting is told without waiting for torch.
-    import torch
-
-    from dflash.devices import place
-    from dflash.failure import report_failure
-    from dflash.probe import Probe, environment
-    from dflash.train import train
-
-    placement = place(job)
-    torch.set_num_threads(placement.cpu_threads)
-    probe = Probe(events)
-    probe.install()
-    factors = {"compile": job.compile, "split": job.split, "isolation": job.isolation}
-    events.emit("start", **factors, **environment(placement.kind))
-    try:
-        status = train(job, placement, out, events, probe)
-    except SettingError:
-        raise
-    except BaseException as error:
-        report_failure(events, probe, "main", error)
-        status = "failed"
-    events.emit("memory", **probe.memory())
-    events.emit("end", status=status)
-    return EXIT[status]
 
 
 if __name__ == "__main__":

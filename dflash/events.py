@@ -31,10 +31,19 @@ KINDS: dict[str, str] = {
     "thread": "a worker thread or process began: name, role (target|drafter), ident (hex, as in stack dumps), device",
     "stage": "a stage began: stage (one of STAGES)",
     "progress": "work got done inside a stage: what, done, total",
-    "data": "the data set was read: documents, rows, tokens, supervised, anchors, skipped {reason: count}",
-    "step": "a training step ended on all drafters: step (from 1), steps, tokens (unpadded context tokens of all "
-    "drafters), loss, accept (teacher-forced acceptance length, bonus token included), accuracy, lr, grad_norm, "
-    "seconds, steady (inside the measured window), queue_bytes, wait_s {worker: seconds waited this step}",
+    "data": "the data set was read: documents, rows, tokens, supervised, anchors, fill, longest, cut, lengths "
+    "(histogram: {upper bound: documents}), skipped {reason: count}",
+    "step": "a training step ended on all drafters of a variant: variant (its name, '' without fanout), step (from "
+    "1), steps, tokens (unpadded context tokens of these drafters), loss, accept (teacher-forced acceptance length, "
+    "bonus token included), accuracy, loss_at and accuracy_at (lists by slot, from slot 1; null where no label), "
+    "anchors (blocks that were no padding), coverage (share of supervised tokens that were some slot's label), lr, "
+    "grad_norm, seconds, steady (inside the measured window), queue_bytes, wait_s {worker: seconds waited this "
+    "step}, stage_tok_s {target|drafter: tokens a second of one worker's own working time}",
+    "eval": "acceptance was measured by decoding: variant, step, set, n, tokens, tau, tau_low, tau_high (95 %), "
+    "tau_untrained, accept_at (share of rounds that accepted slot k, by slot), distinct4, identical (greedy outputs "
+    "equal to the target's own), speedup, temperature, block, max_new, seconds",
+    "checkpoint": "a checkpoint to resume from was written: step, folder, seconds",
+    "resume": "training goes on from a checkpoint: step (the last one done), folder",
     "compile": "a worker compiled: worker, seconds, graphs, what (shape class), steady",
     "counters": "totals so far: caches {layer: {hits, misses, bypasses, ...}}, graphs, compiles, recompiles, "
     "unexpected_compiles (not announced, caught and repeated alone), recompile_limit_hits, compile_seconds, "

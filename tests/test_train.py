@@ -1,4 +1,4 @@
-"""Whole jobs, as a harness starts them: `python -m dflash SPEC OUT` on a tiny random target."""
+"""Whole jobs, as a harness starts them: `python -m dflash train` on a tiny random target."""
 
 import json
 import os
@@ -93,7 +93,16 @@ class Job:
         (out / "spec.json").write_text(json.dumps(self.spec))
 
     def start(self) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "dflash", str(self.out / "spec.json"), str(self.out)]
+        command = [
+            sys.executable,
+            "-m",
+            "dflash",
+            "train",
+            "--spec",
+            str(self.out / "spec.json"),
+            "--out",
+            str(self.out),
+        ]
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     def run(self) -> tuple[int, str]:
