@@ -1,54 +1,156 @@
-"""Decayed cross-entropy over the frozen head, without ever holding a whole logits tensor."""
+"""Losses over the frozen head, without ever holding a whole logits tensor."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from dflash.settings import DISTILLING, Loss
 
-class _HeadCrossEntropy(torch.autograd.Function):
-    """sum_i w_i * CE(head @ h_i, label_i), with the gradient of h formed while the logits are at hand.
 
-    The head is frozen, so backward needs d loss / d h alone; forming it in the forward saves recomputing the
-    head's matrix product, for M x H floats kept until backward.
+class SlotLosses(NamedTuple):
+    """What `head_loss` gives for M supervised slots."""
+
+    total: Tensor  # weighted sum of the losses, 0-d float32; carries the gradient of `hidden`
+    weight_sum: Tensor  # sum of the weights, 0-d float32
+    losses: Tensor  # each slot's own loss before weighting, float32 [M]
+    predicted: Tensor  # the drafter's likeliest token, int64 [M]
+
+
+def head_loss(
+    hidden: Tensor,
+    head: Tensor,
+    labels: Tensor,
+    weight: Tensor,
+    loss: Loss,
+    *,
+    block: Tensor,
+    teacher: Tensor | None = None,
+) -> SlotLosses:
+    """Weighted loss of M supervised slots against a frozen head; `loss.kind` says which (docs/TRAINER.md, "Losses").
+
+    `hidden` [M, H], `head` [V, H], `labels` int64 [M], `weight` float32 [M], `block` int64 [M]: the block of each
+    slot, equal for neighbours of one block, whose slots come in rising order. `teacher` [M, H]: for kl and tv, the
+    target's last hidden state, after its final norm, at the position before each label. At most `loss.chunk` slots
+    share one logits tensor. Nothing waits for the device.
+
+    Neither sum is divided by the other: drafters add up both before they divide, so that averaging equals one
+    drafter on the joint batch (arXiv 2602.06036, Eq. 4, over all of it).
+    """
+    assert (teacher is not None) == (loss.kind in DISTILLING), loss.kind
+    return SlotLosses(*_HeadLoss.apply(hidden, head, labels, weight, loss, block, teacher))
+
+
+class _HeadLoss(torch.autograd.Function):
+    """The gradient of `hidden` is formed while the logits are at hand.
+
+    The head is frozen, so backward needs that gradient alone; forming it in the forward saves recomputing the
+    head's matrix product, for M x H numbers kept until backward. Rows are weighted last, because D-PACE knows the
+    weights only when it has seen the whole block.
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, head: Tensor, labels: Tensor, weight: Tensor, chunk: int) -> Any:
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        head: Tensor,
+        labels: Tensor,
+        weight: Tensor,
+        loss: Loss,
+        block: Tensor,
+        teacher: Tensor | None,
+    ) -> Any:
         gradient = torch.empty_like(hidden)
         losses = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         predicted = torch.empty_like(labels)
-        for start in range(0, len(hidden), chunk):
-            at = slice(start, start + chunk)
-            logits = (hidden[at] @ head.T).float()
+        for start in range(0, len(hidden), loss.chunk):
+            at = slice(start, start + loss.chunk)
+            logits = _logits(hidden[at], head)
             predicted[at] = logits.argmax(-1)
-            log_norm = logits.logsumexp(-1, keepdim=True)
-            label = labels[at, None]
-            losses[at] = (log_norm - logits.gather(-1, label)).squeeze(-1)
-            probability = logits.sub_(log_norm).exp_()
-            probability.scatter_add_(-1, label, torch.full_like(log_norm, -1.0))
-            probability.mul_(weight[at, None])
-            gradient[at] = probability.to(head.dtype) @ head
+            log_q = logits.log_softmax(-1)
+            del logits
+            if teacher is None:
+                losses[at], slope = _cross_entropy(log_q, labels[at])
+            else:
+                log_p = _logits(teacher[at], head).log_softmax(-1)
+                losses[at], slope = _TOWARDS[loss.kind](log_q, log_p)
+                del log_p
+            gradient[at] = slope.to(head.dtype) @ head
+            del log_q, slope  # before the next chunk's logits are made
+        if loss.kind == "dpace":
+            weight = _dpace_weights(losses.neg().exp(), weight > 0, block, loss.alpha)
+        gradient.mul_(weight[:, None])
         ctx.save_for_backward(gradient)
-        ctx.mark_non_differentiable(predicted, losses)
-        return (losses * weight).sum(), losses, predicted
+        total, weight_sum = (losses * weight).sum(), weight.sum()
+        ctx.mark_non_differentiable(weight_sum, losses, predicted)
+        return total, weight_sum, losses, predicted
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:
         (gradient,) = ctx.saved_tensors
-        return gradient * upstream[0], None, None, None, None
+        return gradient * upstream[0], None, None, None, None, None, None
 
 
-def head_cross_entropy(
-    hidden: Tensor, head: Tensor, labels: Tensor, weight: Tensor, chunk: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Weighted cross-entropy of M slots against a frozen head.
+def _logits(hidden: Tensor, head: Tensor) -> Tensor:
+    """float32 [M, V], rounded to bfloat16 on the way only where the device's product cannot give float32."""
+    if hidden.is_cuda and hidden.dtype == torch.bfloat16:
+        return torch.mm(hidden, head.T, out_dtype=torch.float32)
+    return (hidden @ head.T).float()
 
-    `hidden` [M, H], `head` [V, H], `labels` int64 [M], `weight` float32 [M]; `chunk` slots share one logits
-    tensor. Gives (weighted sum, a scalar that carries the gradient of `hidden`; cross-entropy [M] float32;
-    predicted token [M]). The sum is not normalised: drafters add up sums and weights before they divide, so
-    that averaging equals one drafter on the joint batch (Eq. 4 over all of it).
+
+# Each of these gives (losses [M], d loss / d logits [M, V]) and uses up its arguments' memory.
+
+
+def _cross_entropy(log_q: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """-log q(label)."""
+    label = labels[:, None]
+    losses = -log_q.gather(-1, label)
+    slope = log_q.exp_().scatter_add_(-1, label, torch.full_like(losses, -1.0))
+    return losses.squeeze(-1), slope
+
+
+def _divergence(log_q: Tensor, log_p: Tensor) -> tuple[Tensor, Tensor]:
+    """KL(p || q) of the target's p and the drafter's q."""
+    p = log_p.exp()
+    losses = log_p.sub_(log_q).mul_(p).sum(-1)
+    return losses, log_q.exp_().sub_(p)
+
+
+def _total_variation(log_q: Tensor, log_p: Tensor) -> tuple[Tensor, Tensor]:
+    """Half the sum of |p - q|: the probability that speculative sampling rejects the drafter's token."""
+    q = log_q.exp_()
+    difference = q - log_p.exp_()
+    losses = difference.abs().sum(-1) * 0.5
+    slope = difference.sign_().mul_(0.5).mul_(q)
+    return losses, slope.sub_(q.mul_(slope.sum(-1, keepdim=True)))
+
+
+_TOWARDS: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {"kl": _divergence, "tv": _total_variation}
+
+
+def _dpace_weights(p: Tensor, labelled: Tensor, block: Tensor, alpha: float) -> Tensor:
+    """D-PACE's weights float32 [M] of slots whose labels the drafter gives the probability `p` [M].
+
+    With s_j = (1 - alpha) p_j + alpha and P_k = prod_{j <= k} s_j, slot k weighs sum_{j >= k} P_j, over the labelled
+    slots of its block (arXiv 2605.18810, Eq. 7 and 8). A slot without label counts as if it were not there.
     """
-    return _HeadCrossEntropy.apply(hidden, head, labels, weight, chunk)
+    reached = _scan(torch.where(labelled, p * (1 - alpha) + alpha, 1.0), block, torch.mul) * labelled
+    return _scan(reached.flip(0), block.flip(0), torch.add).flip(0) * labelled
+
+
+def _scan(values: Tensor, block: Tensor, combine: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """Running product or sum [M] that starts anew with each block.
+
+    In log2(M) rounds, each combining a value with the one twice as far back: no block's place or length has to be
+    known on the CPU.
+    """
+    step = 1
+    while step < len(values):
+        same = block[step:] == block[:-step]
+        later = torch.where(same, combine(values[step:], values[:-step]), values[step:])
+        values = torch.cat([values[:step], later])
+        step *= 2
+    return values

@@ -16,7 +16,7 @@ from dflash.attention import DFlashMask
 from dflash.blocks import acceptance_lengths, gamma_for, make_blocks
 from dflash.drafter import Drafter
 from dflash.events import EventWriter
-from dflash.loss import head_cross_entropy
+from dflash.loss import head_loss
 from dflash.optim import learning_rate
 from dflash.pipeline.average import Averager
 from dflash.pipeline.batch import Batch, BatchSource
@@ -153,21 +153,21 @@ def _forward_backward(job: JobSettings, drafter: Drafter, forward: Any, ends: Fr
         gamma=job.loss.gamma or gamma_for(job.drafter.block),
     )
     x = torch.nn.functional.embedding(blocks.inputs.to(device), ends.embedding) * ends.embedding_scale
-    mask = DFlashMask(batch.document.to(device), batch.anchors.to(device), job.drafter.block, job.drafter.window)
+    mask = DFlashMask(batch.document.to(device), batch.anchors.to(device), job.drafter.block)
     hidden = forward(batch.features, batch.position.to(device), x, blocks.position.to(device), mask)
     at = blocks.weight.flatten().nonzero().squeeze(-1)  # on the CPU: no device synchronisation
     labels, weight = blocks.labels.flatten()[at].to(device), blocks.weight.flatten()[at].to(device)
-    loss, _, predicted = head_cross_entropy(
-        hidden.flatten(0, 1)[at.to(device)], ends.head, labels, weight, job.loss.chunk
-    )
-    loss.backward()
-    right = (predicted == labels).cpu()
+    slots = at.to(device)
+    block = slots // job.drafter.block
+    result = head_loss(hidden.flatten(0, 1)[slots], ends.head, labels, weight, job.loss, block=block)
+    result.total.backward()
+    right = (result.predicted == labels).cpu()
     correct = torch.zeros(blocks.weight.numel(), dtype=torch.bool)
     correct[at] = right
     accept = acceptance_lengths(correct.view_as(blocks.weight), blocks.weight, blocks.anchors, job.drafter.block)
     return StepSums(
-        loss=loss.item(),
-        weight=blocks.weight.sum().item(),
+        loss=result.total.item(),
+        weight=result.weight_sum.item(),
         labelled=len(at),
         correct=right.sum().item(),
         accept=accept.sum().item(),
