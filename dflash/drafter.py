@@ -6,66 +6,23 @@ layers.N.*), so a state dict written here is what SGLang and vLLM read.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dflash import settings
-from dflash.attention import DFlashMask
-from dflash.settings import SettingError
-from dflash.target import Target
+from dflash.attention import DFlashMask, attend_dense
+from dflash.geometry import Geometry
+
+__all__ = ["Drafter", "Geometry", "KeyValue"]
 
 # What a step's layers share, made from the row's mask; and one layer's attention with it
 # (q [R, heads, Q, d], k and v [R, kv_heads, S + Q, d]) -> [R, heads, Q, d]. Strategies supply the pair.
 Prepare = Callable[[DFlashMask], Any]
 Attend = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """Every size of a drafter, settled against its target."""
-
-    layers: int
-    hidden: int
-    intermediate: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    num_taps: int
-    block: int
-    window: int | None
-    rope_theta: float
-    norm_eps: float
-
-    @classmethod
-    def settle(cls, wish: settings.Drafter, target: Target) -> Geometry:
-        """Fill in from the target what the settings leave open; raises SettingError where they cannot agree."""
-        if wish.hidden not in (None, target.hidden_size):
-            raise SettingError(
-                "drafter.hidden",
-                wish.hidden,
-                f"must equal the target's hidden size {target.hidden_size}, whose embedding and head it shares",
-            )
-        heads = wish.heads or target.num_attention_heads
-        kv_heads = wish.kv_heads or (target.num_key_value_heads if wish.heads is None else heads)
-        if heads % kv_heads:
-            raise SettingError("drafter.heads", heads, f"must be a multiple of the {kv_heads} key/value heads")
-        return cls(
-            layers=wish.layers,
-            hidden=target.hidden_size,
-            intermediate=wish.intermediate or target.intermediate_size,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=wish.head_dim or target.head_dim,
-            num_taps=len(target.taps),
-            block=wish.block,
-            window=wish.window,
-            rope_theta=target.rope_theta,
-            norm_eps=target.rms_norm_eps,
-        )
+# One layer's keys and values of some positions, each [R, kv_heads, T, head_dim], normed and rotated.
+KeyValue = tuple[Tensor, Tensor]
 
 
 class Attention(nn.Module):
@@ -83,17 +40,26 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, context: Tensor, turn: Tensor, attend: Attend, seen: Any) -> Tensor:
         """x [R, Q, H], context [R, S, H]; turn: rotary cos and sin [2, R, S + Q, head_dim]."""
-        rows, queries, _ = x.shape
-        both = torch.cat([context, x], dim=1)
+        k, v = self.keys_values(torch.cat([context, x], dim=1), turn)
+        return self._read(x, k, v, turn[:, :, -x.shape[1] :], attend, seen)
 
-        def heads(projected: Tensor) -> Tensor:
-            return projected.view(rows, projected.shape[1], -1, self.head_dim)
+    def draft(self, x: Tensor, context: KeyValue, turn: Tensor, seen: Tensor) -> Tensor:
+        """As forward, with the context's keys and values at hand; turn [2, R, Q, head_dim]."""
+        own = self.keys_values(x, turn)
+        k, v = (torch.cat(pair, dim=2) for pair in zip(context, own, strict=True))
+        return self._read(x, k, v, turn, attend_dense, seen)
 
-        q = self.q_norm(heads(self.q_proj(x))).transpose(1, 2)
-        k = self.k_norm(heads(self.k_proj(both))).transpose(1, 2)
-        v = heads(self.v_proj(both)).transpose(1, 2)
-        out = attend(_rotate(q, turn[:, :, -queries:]), _rotate(k, turn), v, seen)
-        return self.o_proj(out.transpose(1, 2).reshape(rows, queries, -1))
+    def keys_values(self, x: Tensor, turn: Tensor) -> KeyValue:
+        """Of x [R, L, H], a context's or a block's; turn [2, R, L, head_dim]."""
+        k = self.k_norm(self._heads(self.k_proj(x))).transpose(1, 2)
+        return _rotate(k, turn), self._heads(self.v_proj(x)).transpose(1, 2)
+
+    def _read(self, x: Tensor, k: Tensor, v: Tensor, turn: Tensor, attend: Attend, seen: Any) -> Tensor:
+        q = self.q_norm(self._heads(self.q_proj(x))).transpose(1, 2)
+        return self.o_proj(attend(_rotate(q, turn), k, v, seen).transpose(1, 2).flatten(2))
+
+    def _heads(self, projected: Tensor) -> Tensor:
+        return projected.unflatten(-1, (-1, self.head_dim))
 
 
 class MLP(nn.Module):
@@ -123,6 +89,10 @@ class Layer(nn.Module):
         x = x + self.self_attn(self.input_layernorm(x), context, turn, attend, seen)
         return x + self.mlp(self.post_attention_layernorm(x))
 
+    def draft(self, x: Tensor, context: KeyValue, turn: Tensor, seen: Tensor) -> Tensor:
+        x = x + self.self_attn.draft(self.input_layernorm(x), context, turn, seen)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
 
 class Drafter(nn.Module):
     """All of it but embedding and head, which are the target's and frozen."""
@@ -147,13 +117,39 @@ class Drafter(nn.Module):
         """Hidden states of every block slot, ready for the target's head.
 
         features [R, S, taps * H]; context_position [R, S]; x [R, Q, H], the embedded block inputs;
-        block_position [R, Q]. Gives [R, Q, H].
+        block_position [R, Q]. Gives [R, Q, H]. Each layer has its own window, whatever the mask's is.
         """
-        seen = self.prepare(mask)
+        seen = {
+            window: self.prepare(DFlashMask(mask.document, mask.anchors, mask.block, window))
+            for window in self.geometry.distinct_windows
+        }
         context = self.hidden_norm(self.fc(features))
         turn = self._turn(torch.cat([context_position, block_position], dim=1)).to(x.dtype)
-        for layer in self.layers:
-            x = layer(x, context, turn, self.attend, seen)
+        for layer, window in zip(self.layers, self.geometry.windows, strict=True):
+            x = layer(x, context, turn, self.attend, seen[window])
+        return self.norm(x)
+
+    def context_kv(self, features: Tensor, position: Tensor) -> list[KeyValue]:
+        """Every layer's keys and values of T tokens of context, for `draft`.
+
+        features [R, T, taps * H], position [R, T]. Each depends on its own token alone, so what was made for
+        accepted tokens stays, and what was made for rejected ones is cut off.
+        """
+        context = self.hidden_norm(self.fc(features))
+        turn = self._turn(position).to(context.dtype)
+        return [layer.self_attn.keys_values(context, turn) for layer in self.layers]
+
+    def draft(self, x: Tensor, position: Tensor, context: Sequence[KeyValue], context_position: Tensor) -> Tensor:
+        """Hidden states [R, B, H] of one block a row, as decoding asks for them.
+
+        x [R, B, H], the embedded block inputs; position [R, B]; context: of every layer keys and values
+        [R, kv_heads, C, head_dim] of the tokens before the block (`context_kv`), finite everywhere;
+        context_position [R, C], -1 where a row is padded, which no slot sees. Dense attention.
+        """
+        turn = self._turn(position).to(x.dtype)
+        seen = {w: _seen(position, context_position, w) for w in self.geometry.distinct_windows}
+        for layer, known, window in zip(self.layers, context, self.geometry.windows, strict=True):
+            x = layer.draft(x, known, turn, seen[window])
         return self.norm(x)
 
     def _turn(self, position: Tensor) -> Tensor:
@@ -170,3 +166,12 @@ def _rotate(x: Tensor, turn: Tensor) -> Tensor:
     cos, sin = turn[0][:, None], turn[1][:, None]
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+def _seen(position: Tensor, context_position: Tensor, window: int | None) -> Tensor:
+    """Who sees whom in `draft`, boolean [R, 1, B, C + B]: the rule of dflash.attention.mask for one block a row."""
+    there = (context_position >= 0)[:, None, :].expand(-1, position.shape[1], -1)
+    if window is not None:
+        there = there & (position[:, :, None] - context_position[:, None, :] < window)
+    own = there.new_ones(*position.shape, position.shape[1])
+    return torch.cat([there, own], dim=-1)[:, None]

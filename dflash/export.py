@@ -6,9 +6,13 @@ import json
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from dflash.attention import attend_dense, visible
 from dflash.drafter import Drafter
+from dflash.geometry import CONFIG_FILE, WEIGHTS_FILE, Geometry, Released
+from dflash.settings import SettingError
 from dflash.target import Target
 
 
@@ -40,7 +44,7 @@ def export_drafter(drafter: Drafter, target: Target, mask_token: int, folder: Pa
         "rope_scaling": None,
         "rope_parameters": {"rope_type": "default", "rope_theta": g.rope_theta},
         "max_position_embeddings": target.max_positions,
-        "layer_types": ["sliding_attention" if g.window else "full_attention"] * g.layers,
+        "layer_types": ["full_attention" if w is None else "sliding_attention" for w in g.windows],
         "sliding_window": g.window,
         "use_sliding_window": g.window is not None,
         "is_causal": False,  # inside a block every slot sees every other, also under a window
@@ -49,6 +53,45 @@ def export_drafter(drafter: Drafter, target: Target, mask_token: int, folder: Pa
         "tie_word_embeddings": False,
         "dtype": "bfloat16",
     }
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
     tensors = {name: t.detach().to("cpu", torch.bfloat16).contiguous() for name, t in drafter.state_dict().items()}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+
+
+def load_drafter(
+    folder: Path, device: torch.device, dtype: torch.dtype, setting: str = "drafter"
+) -> tuple[Drafter, int, list[int]]:
+    """A drafter in z-lab's format, for decoding (dense attention); with its mask token and its taps.
+
+    Raises SettingError, naming `setting`, when the folder is damaged or holds another kind of drafter.
+    """
+    released = Released.read(folder, setting)
+    drafter = Drafter(released.geometry, visible, attend_dense).to(device=device, dtype=dtype)
+    drafter.load_state_dict(read_weights(folder, released.geometry, setting))
+    return drafter.eval().requires_grad_(False), released.mask_token, released.taps
+
+
+def read_weights(folder: Path, geometry: Geometry, setting: str) -> dict[str, torch.Tensor]:
+    """The weights of a folder in z-lab's format, on the CPU as they were saved.
+
+    Raises SettingError, naming `setting`, unless exactly the tensors of `geometry` are there: servers ignore a
+    name that they do not know, and a drafter with random weights in its place only drafts badly.
+    """
+    path, wanted = Path(folder) / WEIGHTS_FILE, geometry.shapes()
+    try:
+        with safe_open(path, framework="pt") as file:
+            found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+            for wrong, what in (
+                (sorted(wanted.keys() - found.keys()), "lacks"),
+                (sorted(found.keys() - wanted.keys()), "has an unknown tensor"),
+            ):
+                if wrong:
+                    raise SettingError(setting, folder, f"{WEIGHTS_FILE} {what} {wrong[0]} ({len(wrong)} in all)")
+            for name, shape in wanted.items():
+                if found[name] != shape:
+                    raise SettingError(
+                        setting, folder, f"{name} is {list(found[name])}, {CONFIG_FILE} calls for {list(shape)}"
+                    )
+            return {name: file.get_tensor(name) for name in wanted}
+    except (OSError, SafetensorError) as error:
+        raise SettingError(setting, folder, f"must hold a readable {WEIGHTS_FILE} ({error})") from None

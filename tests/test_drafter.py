@@ -1,42 +1,13 @@
 """The drafter on a packed row equals the drafter asked one block at a time, as decoding asks it."""
 
-import json
-from types import SimpleNamespace
-
 import pytest
 import torch
-from safetensors.torch import load_file
+from small_drafter import SHAPE, make
 
 from dflash import settings
-from dflash.attention import DFlashMask, attend_dense, visible
-from dflash.drafter import Drafter, Geometry
-from dflash.export import export_drafter
+from dflash.attention import DFlashMask
+from dflash.drafter import Geometry
 from dflash.settings import SettingError
-
-SHAPE = SimpleNamespace(
-    hidden_size=24,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=6,
-    intermediate_size=32,
-    rope_theta=10000.0,
-    rms_norm_eps=1e-5,
-    taps=[1, 2, 3],
-    num_layers=6,
-    vocab_size=50,
-    max_positions=128,
-)
-
-
-def make(block: int = 4, window: int | None = None) -> Drafter:
-    torch.manual_seed(0)
-    wish = settings.Drafter(layers=2, block=block, window=window)
-    return Drafter(Geometry.settle(wish, SHAPE), written_out, attend_dense).double()
-
-
-def written_out(mask: DFlashMask | torch.Tensor) -> torch.Tensor:
-    """A mask that is given whole stands as it is."""
-    return visible(mask) if isinstance(mask, DFlashMask) else mask
 
 
 def row() -> dict[str, torch.Tensor]:
@@ -52,32 +23,43 @@ def row() -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("window", [None, 4])
-def test_a_packed_row_equals_each_block_alone(window):
+@pytest.mark.parametrize(("window", "window_layers"), [(None, None), (4, None), (5, [1])])
+def test_a_packed_row_equals_each_block_drafted_alone(window, window_layers):
     block, anchors = 4, [2, 6, 9, 15, -1]
-    drafter, packed = make(block, window), row()
+    drafter, packed = make(block, window, window_layers), row()
     x = torch.randn(1, len(anchors) * block, 24, dtype=torch.float64)
     block_position = torch.cat([packed["position"][0, max(a, 0)] + torch.arange(block) for a in anchors])[None]
-    mask = DFlashMask(packed["document"], torch.tensor([anchors]), block, window)
-    got = drafter(packed["features"], packed["position"], x, block_position, visible(mask))
+    mask = DFlashMask(packed["document"], torch.tensor([anchors]), block)
+    got = drafter(packed["features"], packed["position"], x, block_position, mask)
     assert torch.isfinite(got).all()
     for i, a in enumerate(anchors):
         if a < 0:
             continue
-        first = a - int(packed["position"][0, a])
-        here, context = slice(i * block, (i + 1) * block), slice(first, a)
-        seen = torch.ones(block, a - first + block, dtype=torch.bool)
-        for k in range(block):
-            for t in range(first, a):
-                seen[k, t - first] = window is None or a + k - t < window
-        alone = drafter(
-            packed["features"][:, context],
-            packed["position"][:, context],
-            x[:, here],
-            block_position[:, here],
-            seen[None, None],
-        )
+        here, context = slice(i * block, (i + 1) * block), slice(a - int(packed["position"][0, a]), a)
+        known = drafter.context_kv(packed["features"][:, context], packed["position"][:, context])
+        alone = drafter.draft(x[:, here], block_position[:, here], known, packed["position"][:, context])
         torch.testing.assert_close(got[:, here], alone)
+
+
+def test_decoding_a_batch_of_uneven_contexts_equals_each_alone():
+    """Rows padded on the left, context kept from round to round and cut back after a rejection."""
+    block, lengths = 4, [9, 1, 0, 6]
+    drafter = make(block, 5, [0, 2])
+    features = torch.randn(4, 9, 3 * 24, dtype=torch.float64)
+    position = torch.stack([torch.cat([torch.full((9 - n,), -1), torch.arange(n)]) for n in lengths])
+    x = torch.randn(4, block, 24, dtype=torch.float64)
+    block_position = torch.tensor(lengths)[:, None] + torch.arange(block)
+    early, late = (drafter.context_kv(features[:, part], position[:, part]) for part in (slice(6), slice(6, 9)))
+    rejected = drafter.context_kv(torch.full_like(features[:, :2], 7.0), position[:, :2])
+    known = [
+        tuple(torch.cat(parts, dim=2)[:, :, :9] for parts in zip(*layer, strict=True))
+        for layer in zip(early, late, rejected, strict=True)
+    ]
+    got = drafter.draft(x, block_position, known, position)
+    for r, n in enumerate(lengths):
+        own, where = features[r : r + 1, 9 - n :], position[r : r + 1, 9 - n :]
+        alone = drafter.draft(x[r : r + 1], block_position[r : r + 1], drafter.context_kv(own, where), where)
+        torch.testing.assert_close(got[r : r + 1], alone)
 
 
 def test_other_documents_later_tokens_and_other_blocks_change_nothing():
@@ -85,28 +67,44 @@ def test_other_documents_later_tokens_and_other_blocks_change_nothing():
     drafter, packed = make(block), row()
     x = torch.randn(1, 8, 24, dtype=torch.float64)
     position = torch.arange(8)[None]
-    seen = visible(DFlashMask(packed["document"], torch.tensor([anchors]), block))
-    before = drafter(packed["features"], packed["position"], x, position, seen)
+    mask = DFlashMask(packed["document"], torch.tensor([anchors]), block)
+    before = drafter(packed["features"], packed["position"], x, position, mask)
     changed = packed["features"].clone()
     changed[:, 2] += 1  # the first anchor's own feature: not there yet at inference
     changed[:, 8:] += 1  # the second anchor's, and all that follows
     x2 = x.clone()
-    after = drafter(changed, packed["position"], x2, position, seen)
+    after = drafter(changed, packed["position"], x2, position, mask)
     torch.testing.assert_close(after, before, rtol=0, atol=0)
-    x2[:, 4:] += 1
-    after = drafter(changed, packed["position"], x2, position, seen)
+    x2[:, 4:] += 1  # SpecForge #470: blocks that leak into each other
+    after = drafter(changed, packed["position"], x2, position, mask)
     torch.testing.assert_close(after[:, :4], before[:, :4], rtol=0, atol=0)
     assert not torch.allclose(after[:, 4:], before[:, 4:])
 
 
-def test_a_block_sees_later_slots_of_itself():
-    drafter, packed = make(), row()
+@pytest.mark.parametrize("window", [None, 4])
+def test_a_block_sees_later_slots_of_itself(window):
+    drafter, packed = make(window=window), row()
     x = torch.randn(1, 4, 24, dtype=torch.float64)
-    seen = visible(DFlashMask(packed["document"], torch.tensor([[2]]), 4))
-    before = drafter(packed["features"], packed["position"], x, torch.arange(4)[None], seen)
+    mask = DFlashMask(packed["document"], torch.tensor([[2]]), 4)
+    before = drafter(packed["features"], packed["position"], x, torch.arange(4)[None], mask)
     x[:, 3] += 1
-    after = drafter(packed["features"], packed["position"], x, torch.arange(4)[None], seen)
+    after = drafter(packed["features"], packed["position"], x, torch.arange(4)[None], mask)
     assert not torch.allclose(after[:, 0], before[:, 0])  # SpecForge #415: causal blocks by mistake
+
+
+def test_only_the_chosen_layers_have_the_window():
+    """One layer sees beyond the window exactly when it is not among the chosen."""
+    packed = row()
+    x = torch.randn(1, 4, 24, dtype=torch.float64)
+    far = packed["features"].clone()
+    far[:, 5] += 1  # seven tokens before the anchor's last slot
+    mask = DFlashMask(packed["document"], torch.tensor([[9]]), 4)
+    for window_layers, same in (([0, 1, 2], True), ([0, 2], False), (None, True)):
+        drafter = make(4, 4, window_layers)
+        one, other = (
+            drafter(f, packed["position"], x, torch.arange(4, 8)[None], mask) for f in (packed["features"], far)
+        )
+        assert torch.equal(one, other) == same
 
 
 @pytest.mark.parametrize(
@@ -114,29 +112,9 @@ def test_a_block_sees_later_slots_of_itself():
     [
         (settings.Drafter(hidden=32), "drafter.hidden=32: must equal the target's hidden size 24"),
         (settings.Drafter(heads=3, kv_heads=2), "drafter.heads=3"),
+        (settings.Drafter(kv_heads=3), "drafter.heads=4"),
     ],
 )
 def test_a_geometry_that_does_not_fit_the_target_is_refused_by_name(wish, text):
     with pytest.raises(SettingError, match=text):
         Geometry.settle(wish, SHAPE)
-
-
-def test_the_saved_drafter_has_the_names_that_servers_look_for(tmp_path):
-    drafter = make(block=8).float()
-    export_drafter(drafter, SHAPE, 49, tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    layer = {
-        "input_layernorm.weight",
-        "post_attention_layernorm.weight",
-        *(f"self_attn.{n}.weight" for n in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")),
-        *(f"mlp.{n}.weight" for n in ("gate_proj", "up_proj", "down_proj")),
-    }
-    expected = {"fc.weight", "hidden_norm.weight", "norm.weight"}
-    expected |= {f"layers.{i}.{name}" for i in range(2) for name in layer}
-    assert set(tensors) == expected
-    assert tensors["fc.weight"].shape == (24, 72)
-    assert {t.dtype for t in tensors.values()} == {torch.bfloat16}
-    config = json.loads((tmp_path / "config.json").read_text())
-    assert config["block_size"] == config["dflash_config"]["block_size"] == 8
-    assert config["dflash_config"]["target_layer_ids"] == [1, 2, 3]
-    assert config["dflash_config"]["mask_token_id"] == 49
