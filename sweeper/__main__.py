@@ -37,7 +37,7 @@ def command(arguments: list[str]) -> int:
     from dflash.settings import SettingError
     from sweeper.complaints import sentence
 
-    arguments = ["verbose=true" if word in ("-v", "--verbose") else word for word in arguments]
+    arguments = [_hydras(word) for word in arguments]
     many = bool({"-m", "--multirun"} & set(arguments))
     if many:  # argparse reads no setting that follows a flag which itself follows a setting
         arguments = ["-m", *(word for word in arguments if word not in ("-m", "--multirun"))]
@@ -70,6 +70,14 @@ def command(arguments: list[str]) -> int:
         except KeyboardInterrupt:
             return INTERRUPTED
     return status
+
+
+def _hydras(word: str) -> str:
+    """A word of the command line as Hydra wants it."""
+    if word in ("-v", "--verbose"):
+        return "verbose=true"
+    # The names below fanout are the user's own; Hydra sets a key that no file has only where told that it is new.
+    return f"++{word}" if re.match(r"fanout[.=]", word) else word
 
 
 def _bad_flags(arguments: list[str]) -> str:

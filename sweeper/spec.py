@@ -25,8 +25,17 @@ from dflash.events import STAGES
 from dflash.settings import DEVICES, JobSettings, SettingError, Split
 from sweeper import machine, wheels
 
+# In a folder of prepared data: what it holds, with the checksum of each file.
+PREPARED = "meta.json"
 FACTORS = ("wheel", "cache", "compile", "split", "isolation")
 ORDERS = ("random", "given")
+# Settings without influence on compiled code: numbers that a compiled graph takes as inputs, and what happens
+# outside of it.
+NO_GRAPH = (
+    *("seed", "eval", "optim", "loss.gamma", "loss.alpha"),
+    *("data.path", "data.format", "data.reasoning", "data.too_long", "data.bad_rows"),
+    *("train.steps", "train.steady_after", "train.queue_mib", "train.save", "train.save_every", "train.keep"),
+)
 # What a child is told beside the sections of its workload.
 SHARED = ("compile", "split", "isolation", "device", "seed")
 
@@ -117,19 +126,30 @@ class Run:
         return f"{words}-{self.identity[:12]}-r{self.repeat}.a{attempt}"
 
     def snapshot_key(self) -> str:
-        """Which compile caches fit this run (hex): environment, device, strategy, geometry and code."""
+        """Which compile caches fit this run (hex): environment, device, strategy, geometry and code.
+
+        What is left out (NO_GRAPH) is known to change no compiled code; anything else may.
+        """
         settings = json.loads(json.dumps(self.facts["settings"]))
-        settings.pop("seed")
-        for section, name in (("train", "steps"), ("train", "steady_after"), ("data", "path")):
-            settings.get(section, {}).pop(name, None)
+        for one in (settings, *_variants(settings)):
+            for path in NO_GRAPH:
+                section, _, name = path.partition(".")
+                if not name:
+                    one.pop(section, None)
+                elif isinstance(inside := one.get(section), dict):
+                    inside.pop(name, None)
         return _hash({**self.facts, "settings": settings})
 
     def prime(self) -> Run:
-        """The run that fills the caches for this one: the same, cold, and only until it is steady."""
+        """The run that fills the caches for this one: the same, cold, and only until it is steady.
+
+        It neither evaluates nor writes checkpoints.
+        """
         spec, facts = json.loads(json.dumps([self.spec, self.facts]))
-        for settings in (spec, facts["settings"]):
-            if "train" in settings:
-                settings["train"]["steps"] = min(settings["train"]["steps"], settings["train"]["steady_after"] + 2)
+        for settings in (spec, facts["settings"]) if self.workload.name == "dflash" else ():
+            train = settings["train"]
+            train |= {"steps": min(train["steps"], train["steady_after"] + 2), "save_every": 0}
+            settings["eval"] |= {"prompts": [], "every": 0}
         return replace(
             self, cell=self.cell | {"cache": "cold"}, spec=spec, facts=facts, repeat=1, role="prime", skip=""
         )
@@ -200,11 +220,11 @@ def _run(config: DictConfig, swept: Iterable[str], options: Options) -> Run:
         "seed": settings["seed"],
         **{name: settings[name] for name in workload.sections if name in settings},
     }
-    _check_split(spec["split"], spec["device"])
     if type(spec["seed"]) is not int or spec["seed"] < 0:
         raise SettingError("seed", spec["seed"], "must be a whole number from 0")
     if workload.name == "dflash":
         spec = _job(spec)
+    _check_split(spec["split"], spec["device"], spec["target"]["gpus"] if workload.name == "dflash" else 1)
     skip = ""
     if workload.name == "dflash" and spec["compile"] == "triton":
         skip = "needs CUDA" if spec["device"] == "cpu" else "the Triton kernel is not part of this version"
@@ -232,17 +252,44 @@ def _workload(given: dict[str, Any]) -> Workload:
 
 
 def _job(spec: dict[str, Any]) -> dict[str, Any]:
-    """The spec of a dflash job, checked as far as it can be without loading anything."""
-    job = JobSettings.from_dict(spec)
-    job.check()
-    job.data.path = os.path.abspath(os.path.expanduser(job.data.path))
-    if not os.path.isfile(job.data.path) or not os.access(job.data.path, os.R_OK):
-        raise SettingError("data.path", job.data.path, "must be a readable file of chats, one JSON object a line")
-    job.target.models_dir = os.path.abspath(os.path.expanduser(job.target.models_dir))
-    models.check(job.target.model, job.target.models_dir)
-    if os.path.isdir(job.target.model):
-        job.target.model = os.path.abspath(job.target.model)
-    return job.to_dict()
+    """The spec of a dflash job, checked as far as it can be without loading anything, its paths absolute."""
+    spec = JobSettings.from_dict(spec).to_dict()
+    data, target, prompts = spec["data"], spec["target"], spec["eval"]["prompts"]
+    data["path"], target["models_dir"] = _absolute(data["path"]), _absolute(target["models_dir"])
+    prompts[:] = map(_absolute, prompts)
+    for settings in (spec, *_variants(spec)):
+        if isinstance(init := _drafter(settings).get("init"), str):
+            settings["drafter"]["init"] = _absolute(init)
+    JobSettings.from_dict(spec).check()
+    if not _readable(data["path"]) and not _readable(os.path.join(data["path"], PREPARED)):
+        raise SettingError(
+            "data.path", data["path"], "must be a readable file of chats, or a folder that `dflash prepare` made"
+        )
+    for number, path in enumerate(prompts):
+        if not _readable(path):
+            raise SettingError(f"eval.prompts[{number}]", path, "must be a readable file of prompts")
+    models.check(target["model"], target["models_dir"])
+    if os.path.isdir(target["model"]):
+        target["model"] = os.path.abspath(target["model"])
+    return spec
+
+
+def _variants(settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """What the variants of a fanout change, as far as it has the form of settings."""
+    return [changes for changes in settings.get("fanout", {}).values() if isinstance(changes, dict)]
+
+
+def _drafter(settings: dict[str, Any]) -> dict[str, Any]:
+    section = settings.get("drafter")
+    return section if isinstance(section, dict) else {}
+
+
+def _absolute(path: str) -> str:
+    return os.path.abspath(os.path.expanduser(path))
+
+
+def _readable(path: str) -> bool:
+    return os.path.isfile(path) and os.access(path, os.R_OK)
 
 
 def _device(asked: Any, wheel: wheels.Wheel) -> str:
@@ -259,16 +306,18 @@ def _device(asked: Any, wheel: wheels.Wheel) -> str:
     return str(asked)
 
 
-def _check_split(text: Any, device: str) -> None:
+def _check_split(text: Any, device: str, target_gpus: int) -> None:
     split = Split.parse(text)
-    wanted = split.targets + split.drafters
+    workers, wanted = split.targets + split.drafters, split.targets * target_gpus + split.drafters
     if device == "cuda" and wanted > machine.gpus():
+        spread = f" (a target takes target.gpus={target_gpus})" if target_gpus > 1 else ""
         raise SettingError(
             "split",
             text,
-            f"needs {wanted} GPUs and this machine shows {machine.gpus()}; device=shared puts several workers on one",
+            f"needs {wanted} GPUs{spread} and this machine shows {machine.gpus()}; "
+            "device=shared puts several workers on one",
         )
-    if device == "cpu" and wanted > machine.CPU_WORKERS:
+    if device == "cpu" and workers > machine.CPU_WORKERS:
         raise SettingError("split", text, f"on CPU targets and drafters together must be at most {machine.CPU_WORKERS}")
 
 
@@ -290,7 +339,12 @@ def _facts(spec: dict[str, Any], workload: Workload, wheel: wheels.Wheel) -> dic
     """All that decides what a run computes, with paths replaced by the content they name."""
     settings = json.loads(json.dumps(spec))
     if workload.name == "dflash":
-        settings["data"]["path"] = _file_hash(spec["data"]["path"])
+        data = spec["data"]["path"]
+        settings["data"]["path"] = _file_hash(os.path.join(data, PREPARED) if os.path.isdir(data) else data)
+        settings["eval"]["prompts"] = [_file_hash(path) for path in spec["eval"]["prompts"]]
+        for one in (settings, *_variants(settings)):
+            if init := _drafter(one).get("init"):
+                one["drafter"]["init"] = _drafter_hash(init)
         del settings["target"]["models_dir"]
         settings["target"]["model"] = models.identity(spec["target"]["model"], spec["target"]["models_dir"])
         code = _package_hash("dflash")
@@ -313,6 +367,20 @@ def _package_hash(name: str) -> str:
     found = importlib.util.find_spec(name)
     roots = [Path(place) for place in (found and found.submodule_search_locations) or ()]
     files = sorted(path for root in roots for path in root.rglob("*.py"))
+    return _hash([[path.name, _file_hash(str(path))] for path in files])
+
+
+def _drafter_hash(folder: str) -> str:
+    """A drafter to start from, by the content of its configuration and its weights."""
+    files = [Path(folder, "config.json"), *sorted(Path(folder).glob("*.safetensors"))]
+    return _hash([[path.name, _file_hash(str(path))] for path in files])
+
+
+def _drafter_hash(folder: str) -> str:
+    """A drafter to start from, by the content of its configuration and its weights."""
+    files = sorted(
+        path for path in Path(folder).iterdir() if path.name == "config.json" or path.suffix == ".safetensors"
+    )
     return _hash([[path.name, _file_hash(str(path))] for path in files])
 
 

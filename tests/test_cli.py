@@ -85,6 +85,14 @@ BAD = [
     (["data.path=/no/such.jsonl"], ["data.path=/no/such.jsonl", "readable file"]),
     (["data.path=null"], ["data.path", "str"]),
     (["target.model=nobody/nothing"], ["target.model=nobody/nothing", "SmolLM2-135M-Instruct"]),
+    (["data.path=/"], ["data.path=/", "dflash prepare"]),
+    (["eval.prompts=[/no/such.jsonl]"], ["eval.prompts[0]=/no/such.jsonl", "readable file"]),
+    (["eval.every=5"], ["eval.every=5", "needs eval.prompts"]),
+    (["drafter.init=/no/such"], ["drafter.init=/no/such", "config.json"]),
+    (["fanout.b16.drafter.bloc=16"], ["fanout.b16.drafter.bloc=16", "unknown setting"]),
+    (["fanout.b16.data.row_tokens=16"], ["fanout.b16.data={'row_tokens': 16}", "only in drafter, loss, optim"]),
+    (["fanout={b8:{},b16:{drafter:{block:16}}}"], ["split=1t1d", "2 fanout variants"]),
+    (["fanout=5"], ["fanout=5", "dict"]),
     (["workload=command"], ["workload.argv=???", "must be given"]),
     (["workload=command", "workload.argv=[]"], ["workload.argv=[]", "a command"]),
     (
@@ -128,6 +136,23 @@ def inside(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[s
     return status, told.out, told.err
 
 
+@pytest.mark.parametrize(
+    "fanout",
+    [
+        ["fanout={b8:{drafter:{block:8}},b16:{drafter:{block:16}}}"],
+        ["fanout.b8.drafter.block=8", "fanout.b16.drafter.block=16"],
+        ["+fanout.b8.drafter.block=8", "+fanout.b16.drafter.block=16"],
+    ],
+    ids=" ".join,
+)
+def test_a_fanout_is_written_as_any_setting(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], fanout: list[str]
+) -> None:
+    status, out, err = inside(tmp_path, capsys, [*fanout, "split=1t2d", "device=cpu", *DRY])
+    assert (status, err) == (0, "")
+    assert "to do" in out
+
+
 @pytest.mark.parametrize("store", ["/proc/sweeper", "/etc/passwd/sweeper", "/dev/null"])
 def test_a_store_that_cannot_be_written_is_refused(tmp_path: Path, store: str) -> None:
     done = subprocess.run(
@@ -154,6 +179,8 @@ def test_a_split_larger_than_the_machine_is_refused(
         sentence = "needs 8 GPUs and this machine shows 2; device=shared puts several workers on one"
         assert (status, err) == (2, f"sweeper: split=5t3d: {sentence}\n")
         assert inside(tmp_path, capsys, ["split=5t3d", "device=shared", *DRY])[0] == 0
+        status, _, err = inside(tmp_path, capsys, ["split=1t1d", "target.gpus=2"])
+        assert (status, "needs 3 GPUs (a target takes target.gpus=2)" in err) == (2, True)
         status, out, _ = inside(tmp_path, capsys, ["split=1t1d", *DRY])
         assert status == 0
         assert "to do" in out

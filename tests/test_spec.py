@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hydra import compose, initialize_config_dir
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash.settings import SettingError
+from dflash.settings import Data, JobSettings, SettingError, Target
 from sweeper import spec, wheels
 from sweeper.__main__ import _resolvers
 from sweeper.help import CONF
@@ -107,6 +108,46 @@ def test_content_counts_and_paths_do_not(tmp_path: Path, model: Path, chats: Pat
     assert read(tmp_path, f"target.model={moved}", f"data.path={copied}").identity != before
 
 
+def test_prompts_and_a_drafter_to_start_from_count_by_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("one", "two", "other"):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "prompts.jsonl").write_text("{}\n" if name != "other" else "{} \n")
+        (folder / "config.json").write_text("{}")
+        (folder / "model.safetensors").write_bytes(b"weights" if name != "other" else b"weighty")
+    for setting, file in (("eval.prompts", "/prompts.jsonl"), ("drafter.init", ""), ("fanout.a.drafter.init", "")):
+        one, two, other = (
+            read(tmp_path, f"++{setting}={f'[{name}{file}]' if 'eval' in setting else name}")
+            for name in ("one", "two", "other")
+        )
+        assert one.identity == two.identity != other.identity, setting
+    assert other.spec["fanout"]["a"]["drafter"]["init"] == str(tmp_path / "other")
+    assert read(tmp_path, "eval.prompts=[one/prompts.jsonl]").spec["eval"]["prompts"] == [
+        str(tmp_path / "one" / "prompts.jsonl")
+    ]
+
+
+def test_prepared_data_counts_by_its_record(tmp_path: Path) -> None:
+    for name in ("one", "two", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "meta.json").write_text(json.dumps({"sha256": name == "other"}))
+    one, two, other = (read(tmp_path, f"data.path={tmp_path / name}").identity for name in ("one", "two", "other"))
+    assert one == two != other
+
+
+def test_the_file_of_the_default_workload_has_every_setting() -> None:
+    """What differs from the trainer's own default is chosen for the example input on two cores."""
+    written = yaml.safe_load((CONF / "workload" / "smollm2.yaml").read_text())
+    job = JobSettings(data=Data(), target=Target()).to_dict()
+    sections = written["workload"]["sections"]
+    assert sections == [name for name, value in job.items() if isinstance(value, dict)]
+    assert {name: list(written[name]) for name in sections} == {name: list(job[name]) for name in sections}
+    differs = {f"{s}.{n}" for s in sections for n, value in job[s].items() if written[s][n] != value}
+    chosen = {"data.path", "target.model", "target.models_dir", "drafter.mask_token", "loss.chunk", "optim.lr"}
+    assert differs == chosen | {"train.steps", "train.queue_mib"}
+
+
 def test_another_wheel_and_other_code_are_other_runs(tmp_path: Path) -> None:
     run = read(tmp_path)
     for name in ("wheel", "code"):
@@ -130,12 +171,21 @@ def test_a_script_of_a_command_belongs_to_it_and_its_output_does_not(tmp_path: P
 
 def test_snapshots_are_shared_by_runs_of_the_same_graphs_only(tmp_path: Path) -> None:
     run = read(tmp_path)
-    same = [read(tmp_path, one) for one in ("seed=5", "train.steps=9", "cache=warm", "repeat=3")]
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("{}\n")
+    words = ["seed=5", "train.steps=9", "cache=warm", "repeat=3", "optim.lr=0.01", "train.save_every=5", "loss.alpha=1"]
+    same = [read(tmp_path, one) for one in (*words, f"eval.prompts=[{prompts}]")]
     assert {one.snapshot_key() for one in same} == {run.snapshot_key()}
     other = ["compile=whole", "isolation=processes", "split=1t2d", "drafter.layers=3", "data.row_tokens=128"]
     keys = {read(tmp_path, one).snapshot_key() for one in other}
     assert len(keys) == len(other)
     assert run.snapshot_key() not in keys
+    small, same_graph, large = (
+        read(tmp_path, f"++fanout.a.{one}").snapshot_key()
+        for one in ("optim.lr=0.1", "loss.gamma=3", "drafter.block=16")
+    )
+    assert len({small, large, run.snapshot_key()}) == 3
+    assert same_graph != large
 
 
 def test_a_priming_run_is_the_same_but_short_and_cold(tmp_path: Path) -> None:
@@ -145,6 +195,8 @@ def test_a_priming_run_is_the_same_but_short_and_cold(tmp_path: Path) -> None:
     assert prime.spec["train"]["steps"] == 6
     assert run.spec["train"]["steps"] == 50, "the run itself is left alone"
     assert prime.snapshot_key() == run.snapshot_key()
+    evaluated = read(tmp_path, f"eval.prompts=[{__file__}]", "eval.every=9", "train.save_every=9").prime().spec
+    assert (evaluated["eval"]["prompts"], evaluated["eval"]["every"], evaluated["train"]["save_every"]) == ([], 0, 0)
     short = read(tmp_path, "train.steps=6", "train.steady_after=4")
     assert prime.identity not in (run.identity, short.identity)
 
