@@ -376,14 +376,6 @@ def _drafter_hash(folder: str) -> str:
     return _hash([[path.name, _file_hash(str(path))] for path in files])
 
 
-def _drafter_hash(folder: str) -> str:
-    """A drafter to start from, by the content of its configuration and its weights."""
-    files = sorted(
-        path for path in Path(folder).iterdir() if path.name == "config.json" or path.suffix == ".safetensors"
-    )
-    return _hash([[path.name, _file_hash(str(path))] for path in files])
-
-
 @functools.cache
 def _file_hash(path: str) -> str:
     with open(path, "rb") as file:
