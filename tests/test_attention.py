@@ -1,6 +1,8 @@
 """Who sees whom, against a plain loop; and what attention makes of it, against float64 by hand."""
 
+import itertools
 import math
+import random
 
 import pytest
 import torch
@@ -127,6 +129,36 @@ def test_flex_reads_the_same_rule(mask: DFlashMask) -> None:
     assert torch.equal(create_mask(rule(mask), rows, 1, queries, keys, device="cpu"), visible(mask))
 
 
+@given(st.integers(0, 10_000))
+@settings(max_examples=40, deadline=None)
+def test_tiles_are_those_of_the_rule(seed: int) -> None:
+    """Counted from ranges, the tiles are exactly those that asking every query and key would give."""
+    made = random.Random(seed)
+    rows, context = made.randint(1, 2), made.randint(120, 700)
+    blocks, block = made.randint(1, 40), made.choice([2, 7, 8, 16, 32])
+    documents, anchors = [], []
+    for _ in range(rows):
+        cuts = sorted(made.sample(range(1, context), made.randint(0, 4)))
+        ids = [sum(t >= cut for cut in cuts) for t in range(context)]
+        padding = made.choice([0, 0, 30])
+        documents.append(ids[: context - padding] + [-1] * padding)
+        count = made.randint(0, blocks)
+        anchors.append(sorted(made.sample(range(context - padding), count)) + [-1] * (blocks - count))
+    mask = DFlashMask(torch.tensor(documents), torch.tensor(anchors), block, made.choice([None, block, 200]))
+    asked = create_block_mask(rule(mask), rows, None, *sizes(mask)[1:], device="cpu")
+    counted = block_mask(mask)
+    assert counted.shape == asked.shape
+    for name in ("", "full_"):
+        counts = getattr(counted, name + "kv_num_blocks"), getattr(asked, name + "kv_num_blocks")
+        assert torch.equal(*counts)
+        for row, tile in itertools.product(range(rows), range(counts[0].shape[-1])):
+            listed = [
+                set(getattr(m, name + "kv_indices")[row, 0, tile, : counts[0][row, 0, tile]].tolist())
+                for m in (counted, asked)
+            ]
+            assert listed[0] == listed[1]
+
+
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("window", [None, 3])
 def test_flex_attention_equals_dense(window: int | None) -> None:
@@ -144,7 +176,6 @@ def test_flex_attention_equals_dense(window: int | None) -> None:
 def test_compiled_flex_equals_dense_on_cuda(window: int | None) -> None:
     """Forward and gradients, an empty block included, and one compile for all steps of a geometry."""
     flex = torch.compile(attend_flex, fullgraph=True, dynamic=False)
-    create = torch.compile(create_block_mask, fullgraph=True, dynamic=False)
     for step in range(3):
         with torch.compiler.set_stance("default" if step == 0 else "fail_on_recompile"):
             lengths = [100 + step, 60, 96 - step]
@@ -154,7 +185,7 @@ def test_compiled_flex_equals_dense_on_cuda(window: int | None) -> None:
             q, k, v = (
                 torch.randn(1, h, n, 64, device="cuda", requires_grad=True) for h, n in ((4, 80), (2, 336), (2, 336))
             )
-            got, wanted = flex(q, k, v, block_mask(mask, create)), attend_dense(q, k, v, visible(mask))
+            got, wanted = flex(q, k, v, block_mask(mask)), attend_dense(q, k, v, visible(mask))
             weight = torch.randn_like(got)
             torch.testing.assert_close(got, wanted, rtol=1e-2, atol=1e-2)
             assert not got[:, :, 64:].any()

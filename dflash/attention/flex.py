@@ -6,24 +6,58 @@ count such calls. On CPU it has no backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
+import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from dflash.attention.mask import DFlashMask, rule
+from dflash.attention.mask import DFlashMask, first_visible, rule
+
+TILE = 128  # queries and keys a tile; flex's kernels want a multiple of their own tiles
 
 
-def block_mask(mask: DFlashMask, create: Callable[..., BlockMask] = create_block_mask) -> BlockMask:
+def block_mask(mask: DFlashMask) -> BlockMask:
     """The mask as tiles, one for all heads, to be made once a step and shared by all layers.
 
-    `create` is create_block_mask, or a compiled one: un-compiled it holds the whole mask in memory
-    (pytorch issue 134756). Compiled, it serves every step of a geometry, because Dynamo guards the code of
-    the rule and the shapes it closes over, not their values.
+    Counted from ranges, since a slot sees one range of the context and one of the block slots: memory and time
+    go with queries times key *tiles*. PyTorch's create_block_mask asks the rule of every query and key; run as
+    it is, it holds the whole mask (pytorch issue 134756), and compiled, its kernel took ptxas more than two
+    minutes at 8,192 queries (docs/LOG.md).
     """
     rows, context = mask.document.shape
-    queries = mask.anchors.shape[1] * mask.block
-    return create(rule(mask), rows, None, queries, context + queries, device=mask.document.device)
+    block, device = mask.block, mask.document.device
+    queries = mask.anchors.shape[1] * block
+    query = torch.arange(queries, device=device)
+    anchor = mask.anchors.repeat_interleave(block, dim=1)  # [R, Q]
+    full = anchor >= 0
+    low, high = first_visible(mask).repeat_interleave(block, dim=1), torch.where(full, anchor, 0)
+    if mask.window is not None:
+        low = torch.maximum(low, anchor + query % block - mask.window + 1)
+    own_low = torch.where(full, context + query // block * block, 0)
+    own_high = torch.where(full, own_low + block, 0)
+
+    tiles = _tiles(context + queries)
+    begin = torch.arange(tiles, device=device) * TILE
+    end = begin + TILE
+
+    def meets(low: Tensor, high: Tensor) -> Tensor:  # [R, Q, K tiles]
+        return (low < high)[..., None] & (low[..., None] < end) & (high[..., None] > begin)
+
+    def holds(low: Tensor, high: Tensor) -> Tensor:
+        return (low[..., None] <= begin) & (high[..., None] >= end)
+
+    def by_query_tile(each: Tensor) -> Tensor:  # [R, Q tiles, TILE, K tiles]; queries past the last see nothing
+        padded = torch.nn.functional.pad(each, (0, 0, 0, _tiles(queries) * TILE - queries))
+        return padded.view(rows, -1, TILE, tiles)
+
+    some = by_query_tile(meets(low, high) | meets(own_low, own_high)).any(2)[:, None]
+    all_ = by_query_tile(holds(low, high) | holds(own_low, own_high)).all(2)[:, None]
+    return BlockMask.from_kv_blocks(
+        *_listed(some & ~all_),
+        *_listed(all_),
+        BLOCK_SIZE=TILE,
+        mask_mod=rule(mask),
+        seq_lengths=(queries, context + queries),
+    )
 
 
 def attend_flex(q: Tensor, k: Tensor, v: Tensor, seen: BlockMask) -> Tensor:
@@ -35,3 +69,13 @@ def attend_flex(q: Tensor, k: Tensor, v: Tensor, seen: BlockMask) -> Tensor:
     out = flex_attention(q, k, v, block_mask=seen, enable_gqa=grouped, kernel_options=main_kernel)
     assert isinstance(out, Tensor)
     return out
+
+
+def _tiles(length: int) -> int:
+    return -(-length // TILE)
+
+
+def _listed(tiles: Tensor) -> tuple[Tensor, Tensor]:
+    """Boolean [R, 1, Q tiles, K tiles] as flex wants it: how many a query tile has, and their numbers first."""
+    order = tiles.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+    return tiles.sum(-1, dtype=torch.int32), order.to(torch.int32)

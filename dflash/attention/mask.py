@@ -3,8 +3,8 @@
 Queries are block slots: slot k of block i has index i*B + k, so Q = N*B. Keys are the S context tokens of the
 row, then the same Q block slots. Slot k of block i, whose anchor is context token a, sees
 
-- context token t when t < a, strictly, and both are of one document; with a window W also a + k - t < W.
-  The anchor's own feature stays hidden: at inference the anchor is the token just sampled, which the target
+- context token t when t < a, strictly, and both are of one document, which lies in one piece; with a window W
+  also a + k - t < W. The anchor's own feature stays hidden: at inference the anchor is the token just sampled, which the target
   has not read yet.
 - every slot of its own block, earlier and later, and none of another's.
 
@@ -29,6 +29,18 @@ class DFlashMask(NamedTuple):
     window: int | None = None  # W, tokens of context a slot looks back over; None: all of its document
 
 
+def first_visible(mask: DFlashMask) -> Tensor:
+    """Index of the first context token in each anchor's document, int64 [R, N]; what a window hides apart.
+
+    Documents lie in a row one after the other, so what a slot sees of the context is one range of tokens.
+    """
+    document, anchors = mask.document, mask.anchors
+    place = torch.arange(document.shape[1], device=document.device)
+    begins = torch.nn.functional.pad(document[:, 1:] != document[:, :-1], (1, 0), value=True)
+    start = torch.where(begins, place, 0).cummax(dim=1).values
+    return start.gather(1, anchors.clamp(min=0))
+
+
 def rule(mask: DFlashMask) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
     """The mask as a function of indices (row, head, query, key), as flex_attention's `mask_mod` wants it.
 
@@ -36,16 +48,14 @@ def rule(mask: DFlashMask) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
     """
     document, anchors, block, window = mask
     context = document.shape[1]
-    anchor_document = document.gather(1, anchors.clamp(min=0))
+    first = first_visible(mask)
 
     def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         i = query // block
         anchor = anchors[row, i]
-        in_context = key < context
-        t = torch.where(in_context, key, 0)
-        before = in_context & (t < anchor) & (document[row, t] == anchor_document[row, i])
+        before = (first[row, i] <= key) & (key < anchor)  # an anchor lies in the context, and so does all before it
         if window is not None:
-            before = before & (anchor + query % block - t < window)
+            before = before & (anchor + query % block - key < window)
         own = (key >= context) & ((key - context) // block == i) & (anchor >= 0)
         return before | own
 

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch._dynamo
-from torch.nn.attention.flex_attention import create_block_mask
 
 from dflash.attention import attend_dense, attend_flex, block_mask, visible
 from dflash.probe import Probe
@@ -49,8 +48,6 @@ class Strategy:
             self.attend = _watched(self.attend, probe)
         if name not in ("eager", "whole"):
             self.attend = self._compile(self.attend)
-            if not dense:
-                self.prepare = functools.partial(block_mask, create=self._compile(create_block_mask))
         if name == "firstlock":
             self.attend = _first_call_locked(self.attend)
         if name != "whole":
