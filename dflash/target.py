@@ -3,6 +3,7 @@
 A tap is the output of a decoder layer, 0-based, as z-lab counts them: tap l is `hidden_states[l + 1]` of
 transformers. Layers behind the last tap are dropped when the model is loaded, and so are the final norm's and
 the head's work; the head's weight is kept for the drafter, which shares embedding and head with its target.
+A loss that asks for the target's own distribution needs the `whole` target: every layer and the final norm.
 
 Documents packed into one row do not see each other: transformers tells them apart by position ids that
 restart and builds for each layer the mask of its kind, full or sliding (`transformers.masking_utils`).
@@ -11,7 +12,7 @@ restart and builds for each layer the mask of its kind, full or sliding (`transf
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -41,7 +42,7 @@ def default_taps(num_layers: int, num_taps: int = DEFAULT_TAPS) -> list[int]:
 
 @dataclass
 class Target:
-    """A frozen target on one device; make one with `load`, further ones with `replica`.
+    """A frozen target on one device or spread over several; make one with `load`, further ones with `replica`.
 
     One thread at a time may call `features` of one Target. `embedding` and `head` are weights [V, H] without
     gradients, the same tensor when the model ties them. `embedding_scale` is what the model multiplies
@@ -51,10 +52,12 @@ class Target:
 
     body: Any  # the decoder, a PreTrainedModel
     layers: nn.ModuleList
+    norm: nn.Module  # the final norm; an identity unless the target is whole
     embedding: torch.Tensor
     head: torch.Tensor
     taps: list[int]
-    device: torch.device
+    whole: bool  # features end with what the head reads
+    devices: tuple[torch.device, ...]  # the layers stand on them in even runs, embedding and head on the first
     hidden_size: int
     num_layers: int  # of the whole target, before it was cut
     vocab_size: int  # rows of the embedding
@@ -67,16 +70,29 @@ class Target:
     rope_theta: float
     max_positions: int
 
+    @property
+    def device(self) -> torch.device:
+        """Where `features` takes its input and leaves its output."""
+        return self.devices[0]
+
+    @property
+    def width(self) -> int:
+        """Columns of `features`."""
+        return (len(self.taps) + self.whole) * self.hidden_size
+
     @classmethod
-    def load(cls, target: settings.Target, device: torch.device) -> Target:
-        """Load `target.model` and keep the part up to the last tap; raises SettingError."""
+    def load(cls, target: settings.Target, devices: Sequence[torch.device], whole: bool = False) -> Target:
+        """Load `target.model` and keep the part up to the last tap, or all of it; raises SettingError.
+
+        Over several devices it is spread layer by layer. It passes through host memory, once.
+        """
         from transformers import AutoModelForCausalLM
 
         folder = models.folder(target.model, target.models_dir)
         with _loading(target):
             model, found = AutoModelForCausalLM.from_pretrained(
                 folder,
-                dtype=_dtype(target.dtype, device),
+                dtype=_dtype(target.dtype, devices[0]),
                 use_safetensors=True,
                 local_files_only=True,
                 trust_remote_code=target.trust_remote_code,
@@ -88,10 +104,10 @@ class Target:
                 target.model,
                 f"its weight files must hold all weights; {len(missing)} are missing: {missing[0]}",
             )
-        return cls.from_model(model, target.taps, device)
+        return cls.from_model(model, target.taps, devices, whole)
 
     @classmethod
-    def outline(cls, target: settings.Target, device: torch.device | None = None) -> Target:
+    def outline(cls, target: settings.Target, device: torch.device | None = None, whole: bool = False) -> Target:
         """The same Target without weights (torch's meta device): sizes, dtypes and taps; raises SettingError.
 
         `device` is where it would be loaded, which settles `dtype=auto`; None: the CPU.
@@ -104,31 +120,39 @@ class Target:
             config = AutoConfig.from_pretrained(folder, local_files_only=True, **remote)
             dtype = _dtype(target.dtype, device or torch.device("cpu"))
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, **remote)
-        return cls.from_model(model, target.taps, torch.device("meta"))
+        return cls.from_model(model, target.taps, [torch.device("meta")], whole)
 
     @classmethod
-    def from_model(cls, model: Any, taps: list[int] | None, device: torch.device) -> Target:
-        """Take over a causal LM of transformers, which is cut behind its last tap; raises SettingError."""
+    def from_model(
+        cls, model: Any, taps: list[int] | None, devices: Sequence[torch.device], whole: bool = False
+    ) -> Target:
+        """Take over a causal LM of transformers, cut behind its last tap unless `whole`; raises SettingError."""
         config = model.config.get_text_config()
         body = model.get_decoder()
         name, layers = _decoder_layers(body, config.num_hidden_layers)
         depth = len(layers)
+        _check_taps(taps, depth)
         taps = default_taps(depth) if taps is None else list(taps)
-        if taps[-1] >= depth:
-            raise SettingError("target.taps", taps, f"must be below {depth}, the number of the target's layers")
-        head, embeddings = model.get_output_embeddings().weight, model.get_input_embeddings()
-        setattr(body, name, layers[: taps[-1] + 1])
-        _drop_final_norm(body)
-        body.eval().requires_grad_(False).to(device)
+        output, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+        _check_head(model, output, whole)
+        head = output.weight
+        if not whole:
+            setattr(body, name, layers[: taps[-1] + 1])
+            setattr(body, _final_norm(body), nn.Identity())
+        body.eval().requires_grad_(False)
+        for module, device in _places(body, getattr(body, name), devices):
+            module.to(device)
         embedding = embeddings.weight.detach()
         heads = config.num_attention_heads
         return cls(
             body=body,
             layers=getattr(body, name),
+            norm=getattr(body, _final_norm(body)),
             embedding=embedding,
-            head=embedding if head is embeddings.weight else head.detach().to(device),
+            head=embedding if head is embeddings.weight else head.detach().to(devices[0]),
             taps=taps,
-            device=device,
+            whole=whole,
+            devices=tuple(devices),
             hidden_size=config.hidden_size,
             num_layers=depth,
             vocab_size=embedding.shape[0],
@@ -142,34 +166,40 @@ class Target:
             max_positions=config.max_position_embeddings,
         )
 
-    def replica(self, device: torch.device) -> Target:
-        """A second Target for another worker.
+    def replica(self, devices: Sequence[torch.device]) -> Target:
+        """A second Target for another worker, on as many devices.
 
-        On the same device it has modules of its own, so that threads do not meet in them, and shares every
-        weight; on another device it is a copy.
+        It has modules of its own, so that threads do not meet in them, and shares every weight that is already
+        where it should be; the others are copied there one by one.
         """
-        if device == self.device:
-            shared = [*self.body.parameters(), *self.body.buffers(), self.embedding, self.head]
-            return copy.deepcopy(self, {id(tensor): tensor for tensor in shared})
-        twin = copy.deepcopy(self)
-        twin.body.to(device)
-        twin.device, twin.embedding = device, twin.body.get_input_embeddings().weight.detach()
-        twin.head = twin.embedding if self.head is self.embedding else twin.head.to(device)
+        assert len(devices) == len(self.devices)
+        there: dict[int, torch.Tensor] = {}
+        for module, device in _places(self.body, self.layers, devices):
+            for parameter in module.parameters():
+                there[id(parameter)] = _at(parameter, device)
+            for buffer in module.buffers():
+                there[id(buffer)] = _at(buffer, device)
+        there[id(self.embedding)] = there[id(self.body.get_input_embeddings().weight)].detach()
+        there.setdefault(id(self.head), _at(self.head, devices[0]))
+        twin = copy.deepcopy(self, there)
+        twin.devices = tuple(devices)
         return twin
 
     @torch.no_grad()  # not inference_mode: the drafter's backward keeps features
     def features(self, tokens: torch.Tensor, document: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        """The taps' outputs side by side: [R, S, len(taps) * H] from int64 [R, S] each.
+        """The taps' outputs side by side: [R, S, len(taps) * H] from int64 [R, S] each, all on `device`.
 
-        `document` is -1 on padding, which may only stand at a row's end; `position` restarts at 0 in every
-        document. Padding is computed as a document of its own: its features are finite and mean nothing.
+        A whole target adds what its head reads as the last H columns. `document` is -1 on padding, which may
+        only stand at a row's end; `position` restarts at 0 in every document. Padding is computed as a document
+        of its own: its features are finite and mean nothing.
         """
         padding = document < 0
         position = torch.where(padding, padding.cumsum(-1) - 1, position)
         kept: dict[int, torch.Tensor] = {}
-        with self._tapped(kept):
-            self.body(input_ids=tokens, position_ids=position, use_cache=False)
-        return torch.cat([kept[tap] for tap in self.taps], dim=-1)
+        with self._tapped(kept), self._handed_over():
+            last = self.body(input_ids=tokens, position_ids=position, use_cache=False).last_hidden_state
+        parts = [kept[tap] for tap in self.taps] + [last] * self.whole
+        return torch.cat([part.to(self.device) for part in parts], dim=-1)
 
     @contextmanager
     def _tapped(self, kept: dict[int, torch.Tensor]) -> Iterator[None]:
@@ -185,6 +215,65 @@ class Target:
         finally:
             for handle in handles:
                 handle.remove()
+
+    @contextmanager
+    def _handed_over(self) -> Iterator[None]:
+        """Every layer finds its input on its own device: hidden states, and the mask and rotary tables all share."""
+        if len(self.devices) == 1:
+            yield
+            return
+        # The original is kept beside its copy, so that no other tensor gets its id during the call.
+        moved: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
+
+        def move(value: Any, device: torch.device) -> Any:
+            if isinstance(value, torch.Tensor):
+                if value.device == device:
+                    return value
+                return moved.setdefault((id(value), device), (value, value.to(device)))[1]
+            if isinstance(value, tuple | list):
+                return type(value)(move(item, device) for item in value)
+            if isinstance(value, dict):
+                return {key: move(item, device) for key, item in value.items()}
+            return value
+
+        def hand_over(device: torch.device) -> Any:
+            return lambda module, args, kwargs: (move(args, device), move(kwargs, device))
+
+        places = zip(self.layers, _runs(len(self.layers), self.devices), strict=True)
+        handles = [
+            module.register_forward_pre_hook(hand_over(device), with_kwargs=True)
+            for module, device in [*places, (self.norm, self.devices[-1])]
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _at(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The same tensor where it is there already, else a copy, a parameter of one."""
+    if tensor.device == device:
+        return tensor
+    copied = tensor.detach().to(device)
+    return nn.Parameter(copied, requires_grad=False) if isinstance(tensor, nn.Parameter) else copied
+
+
+def _runs(layers: int, devices: Sequence[torch.device]) -> list[torch.device]:
+    """The device of each layer: as many layers on each as the number allows."""
+    return [devices[layer * len(devices) // layers] for layer in range(layers)]
+
+
+def _places(
+    body: nn.Module, layers: nn.ModuleList, devices: Sequence[torch.device]
+) -> Iterator[tuple[nn.Module, torch.device]]:
+    """Every part of a decoder and its device: what comes before the layers on the first, the norm on the last."""
+    norm = getattr(body, _final_norm(body))
+    for child in body.children():
+        if child is layers:
+            yield from zip(layers, _runs(len(layers), devices), strict=True)
+        else:
+            yield child, devices[-1] if child is norm else devices[0]
 
 
 @contextmanager
@@ -209,12 +298,32 @@ def _decoder_layers(body: nn.Module, depth: int) -> tuple[str, nn.ModuleList]:
     raise SettingError("target.model", type(body).__name__, "must keep its decoder layers in one module list")
 
 
-def _drop_final_norm(body: nn.Module) -> None:
+def _final_norm(body: nn.Module) -> str:
     for name in ("norm", "final_layer_norm", "ln_f"):
         if isinstance(getattr(body, name, None), nn.Module):
-            setattr(body, name, nn.Identity())
-            return
+            return name
     raise SettingError("target.model", type(body).__name__, "must have a final norm under a name known here")
+
+
+def _check_taps(taps: list[int] | None, depth: int) -> None:
+    # The last layer cannot be tapped: transformers' hidden_states, which z-lab reads, has it behind the final
+    # norm, SGLang and vLLM before it.
+    if taps is not None and taps[-1] >= depth - 1:
+        raise SettingError("target.taps", taps, f"must be below {depth - 1}, the last of the target's {depth} layers")
+
+
+def _check_head(model: Any, output: nn.Module, whole: bool) -> None:
+    """The drafter reads the head's weight alone; raises SettingError where that is not the target's head."""
+    if getattr(output, "bias", None) is not None:
+        raise SettingError("target.model", type(model).__name__, "must have a head without bias")
+    config = model.config.get_text_config()
+    for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
+        if whole and getattr(config, name, None) not in (None, 1):
+            raise SettingError(
+                "target.model",
+                type(model).__name__,
+                f"shapes its logits after the head ({name}), so no loss can learn its distribution; use loss.kind=ce",
+            )
 
 
 def _first(config: Any, *names: str) -> float:

@@ -145,7 +145,7 @@ class Post:
     job: JobSettings
     plan: Plan
     out: Path
-    device: torch.device
+    devices: tuple[torch.device, ...]
     cpu_threads: int
     channels: dict[tuple[int, int], Channel]
     averager: Averager
@@ -161,10 +161,9 @@ def _train_in_processes(
     stop: threading.Event,
 ) -> str:
     events.emit("stage", stage="data")
-    outline = Target.outline(job.target, placement.targets[0])
+    outline = Target.outline(job.target, placement.targets[0][0])
     plan = _plan(job, outline, events)  # what cannot work is told here, before any worker exists
-    width = len(outline.taps) * outline.hidden_size
-    size = (job.train.rows, job.data.row_tokens, width)
+    size = (job.train.rows, job.data.row_tokens, outline.width)
     context = torch.multiprocessing.get_context("spawn")
     limit = _channel_limit(job, len(placement.targets))
     channels: dict[tuple[int, int], Channel] = {
@@ -176,10 +175,10 @@ def _train_in_processes(
     told = context.Event()
     events.emit("stage", stage="load")
     workers = {}
-    places = {"drafter": placement.drafters, "target": placement.targets}
-    for role, devices in places.items():
-        for number, device in enumerate(devices):
-            post = Post(role, number, job, plan, out, device, placement.cpu_threads, channels, averager, told)
+    places = {"drafter": [(device,) for device in placement.drafters], "target": placement.targets}
+    for role, workers_of in places.items():
+        for number, devices in enumerate(workers_of):
+            post = Post(role, number, job, plan, out, devices, placement.cpu_threads, channels, averager, told)
             worker = context.Process(target=_worker_process, args=(post,), name=f"{role}{number}")
             worker.start()
             workers[worker.name] = worker
@@ -233,14 +232,14 @@ def _worker_process(post: Post) -> None:
     probe.install()
     try:
         torch.set_num_threads(post.cpu_threads)
-        strategy = _make_strategy(job, post.device.type, probe)
+        strategy = _make_strategy(job, post.devices[0].type, probe)
         tools = Tools(job, events, probe, strategy, post.stop.is_set)
-        (target,) = _load_targets(job, [post.device], events)
+        (target,) = _load_targets(job, [post.devices], events)
         if post.role == "target":
             source = BatchSource(plan.data.rows, job.train.rows, job.drafter.anchors, job.seed)
             run_target(tools, post.number, target, source, post.channels)
         else:
-            drafter, ends = _make_drafter(job, plan, target, strategy, post.device)
+            drafter, ends = _make_drafter(job, plan, target, strategy, post.devices[0])
             run_drafter(tools, post.number, drafter, ends, post.channels, post.averager)
             events.emit("counters", at="end", **probe.counters())
             events.emit("memory", **probe.memory())
@@ -267,12 +266,12 @@ def _make_strategy(job: JobSettings, device_type: str, probe: Probe) -> strategi
     return strategy
 
 
-def _load_targets(job: JobSettings, devices: list[torch.device], events: EventWriter) -> list[Target]:
-    """One target a device; replicas on one device share their frozen weights."""
+def _load_targets(job: JobSettings, places: list[tuple[torch.device, ...]], events: EventWriter) -> list[Target]:
+    """One target a worker; replicas share their frozen weights where they stand on one device."""
     targets: list[Target] = []
-    for number, device in enumerate(devices):
-        targets.append(targets[0].replica(device) if targets else Target.load(job.target, device))
-        events.emit("progress", what="targets", done=number + 1, total=len(devices))
+    for number, devices in enumerate(places):
+        targets.append(targets[0].replica(devices) if targets else Target.load(job.target, devices))
+        events.emit("progress", what="targets", done=number + 1, total=len(places))
     return targets
 
 
