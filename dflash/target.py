@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -86,25 +86,20 @@ class Target:
 
         Over several devices it is spread layer by layer. It passes through host memory, once.
         """
-        from transformers import AutoModelForCausalLM
+        return cls.from_model(_pretrained(target, devices[0]), target.taps, devices, whole)
 
-        folder = models.folder(target.model, target.models_dir)
-        with _loading(target):
-            model, found = AutoModelForCausalLM.from_pretrained(
-                folder,
-                dtype=_dtype(target.dtype, devices[0]),
-                use_safetensors=True,
-                local_files_only=True,
-                trust_remote_code=target.trust_remote_code,
-                output_loading_info=True,
-            )
-        if missing := sorted(found["missing_keys"]):  # transformers would go on with random weights
-            raise SettingError(
-                "target.model",
-                target.model,
-                f"its weight files must hold all weights; {len(missing)} are missing: {missing[0]}",
-            )
-        return cls.from_model(model, target.taps, devices, whole)
+    @classmethod
+    def ends(cls, target: settings.Target, device: torch.device, whole: bool = False) -> Target:
+        """The outline with embedding and head in place: all that a drafter's own process needs of its target.
+
+        One layer is read beside them, whatever the target's size; it is not kept. Raises SettingError.
+        """
+        outline = cls.outline(target, device, whole)
+        model = _pretrained(target, device, layers=1)
+        embedding = model.get_input_embeddings().weight.detach().to(device)
+        tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+        head = embedding if tied else model.get_output_embeddings().weight.detach().to(device)
+        return replace(outline, embedding=embedding, head=head, devices=(device,))
 
     @classmethod
     def outline(cls, target: settings.Target, device: torch.device | None = None, whole: bool = False) -> Target:
@@ -274,6 +269,38 @@ def _places(
             yield from zip(layers, _runs(len(layers), devices), strict=True)
         else:
             yield child, devices[-1] if child is norm else devices[0]
+
+
+def _pretrained(target: settings.Target, device: torch.device, layers: int | None = None) -> Any:
+    """The causal LM of transformers in host memory, or its first `layers`; raises SettingError."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
+
+    folder = models.folder(target.model, target.models_dir)
+    local = {"local_files_only": True, "trust_remote_code": target.trust_remote_code}
+    with _loading(target):
+        config = AutoConfig.from_pretrained(folder, **local)
+        if layers is not None:
+            text = config.get_text_config()
+            text.num_hidden_layers = layers
+            if getattr(text, "layer_types", None):
+                text.layer_types = text.layer_types[:layers]
+            logging.set_verbosity_error()  # it would list every weight of the layers that are not wanted
+        model, found = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=_dtype(target.dtype, device),
+            use_safetensors=True,
+            output_loading_info=True,
+            **local,
+        )
+    if missing := sorted(found["missing_keys"]):  # transformers would go on with random weights
+        raise SettingError(
+            "target.model",
+            target.model,
+            f"its weight files must hold all weights; {len(missing)} are missing: {missing[0]}",
+        )
+    return model
 
 
 @contextmanager

@@ -37,6 +37,7 @@ from dflash.settings import JobSettings, SettingError
 from dflash.target import Target
 
 DRAFTER_FOLDER = "drafter"
+DATA_FOLDER = "data"
 # How long workers that are told to end may take before the process leaves without them.
 ABORT_GRACE_S = 15.0
 # Exit status of a worker process that another's death ended.
@@ -70,7 +71,7 @@ def _train_in_threads(
     events.emit("stage", stage="load")
     targets = _load_targets(job, placement.targets, events)
     events.emit("stage", stage="data")
-    plan = _plan(job, targets[0], events)
+    plan = _plan(job, targets[0], out, events)
     source = BatchSource(plan.data.rows, job.train.rows, job.drafter.anchors, job.seed)
 
     made = [_make_drafter(job, plan, targets[0], strategy, device) for device in placement.drafters]
@@ -162,7 +163,7 @@ def _train_in_processes(
 ) -> str:
     events.emit("stage", stage="data")
     outline = Target.outline(job.target, placement.targets[0][0])
-    plan = _plan(job, outline, events)  # what cannot work is told here, before any worker exists
+    plan = _plan(job, outline, out, events)  # what cannot work is told here, before any worker exists
     size = (job.train.rows, job.data.row_tokens, outline.width)
     context = torch.multiprocessing.get_context("spawn")
     limit = _channel_limit(job, len(placement.targets))
@@ -234,11 +235,12 @@ def _worker_process(post: Post) -> None:
         torch.set_num_threads(post.cpu_threads)
         strategy = _make_strategy(job, post.devices[0].type, probe)
         tools = Tools(job, events, probe, strategy, post.stop.is_set)
-        (target,) = _load_targets(job, [post.devices], events)
         if post.role == "target":
+            (target,) = _load_targets(job, [post.devices], events)
             source = BatchSource(plan.data.rows, job.train.rows, job.drafter.anchors, job.seed)
             run_target(tools, post.number, target, source, post.channels)
         else:
+            target = Target.ends(job.target, post.devices[0])
             drafter, ends = _make_drafter(job, plan, target, strategy, post.devices[0])
             run_drafter(tools, post.number, drafter, ends, post.channels, post.averager)
             events.emit("counters", at="end", **probe.counters())
@@ -284,7 +286,7 @@ class Plan:
     mask_token: int
 
 
-def _plan(job: JobSettings, target: Target, events: EventWriter) -> Plan:
+def _plan(job: JobSettings, target: Target, out: Path, events: EventWriter) -> Plan:
     """Read the data and settle what the settings leave open; raises SettingError where they cannot work."""
     from transformers import AutoTokenizer
 
@@ -297,9 +299,16 @@ def _plan(job: JobSettings, target: Target, events: EventWriter) -> Plan:
     mask_token = resolve_mask_token(job.drafter.mask_token, tokenizer, target.vocab_size)
 
     def progress(done: int, total: int) -> None:
-        events.emit("progress", what="conversations", done=done, total=total)
+        events.emit("progress", what="bytes of data", done=done, total=total)
 
-    data = load_dataset(job.data, tokenizer, seed=job.seed, progress=progress)
+    data = load_dataset(
+        job.data,
+        tokenizer,
+        embedding_rows=target.vocab_size,
+        seed=job.seed,
+        cache=out / DATA_FOLDER,
+        progress=progress,
+    )
     events.emit("data", **data.summary)
     return Plan(data, geometry, mask_token)
 

@@ -35,6 +35,9 @@ CONFIGS = {
         **SIZES, num_key_value_heads=2, **SLIDING, use_sliding_window=True, max_window_layers=3
     ),
     "qwen3": lambda: tf.Qwen3Config(**SIZES, **GROUPED),
+    "gemma2": lambda: tf.Gemma2Config(
+        **SIZES, **GROUPED, **SLIDING, query_pre_attn_scalar=8, final_logit_softcapping=None
+    ),
     "gemma3": lambda: tf.Gemma3TextConfig(**SIZES, **GROUPED, **SLIDING, query_pre_attn_scalar=8),
     "gpt-neox": lambda: tf.GPTNeoXConfig(**SIZES),
 }
@@ -107,7 +110,7 @@ def test_embedding_and_head_are_the_models_own(name):
     target = Target.from_model(model, None, [CPU])
     torch.testing.assert_close(target.embedding * target.embedding_scale, embedded[0])
     torch.testing.assert_close(hidden @ target.head.T, logits)
-    assert (target.head is target.embedding) == (name in ("llama-tied", "gemma3"))
+    assert (target.head is target.embedding) == (name in ("llama-tied", "gemma2", "gemma3"))
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -125,6 +128,91 @@ def test_features_can_take_part_in_a_backward_pass():
     layer = torch.nn.Linear(features.shape[-1], 1)
     layer(features).sum().backward()
     assert layer.weight.grad is not None
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_whole_target_adds_what_its_head_reads(name):
+    model, (tokens, document, position) = make(name), pack([9, 11], [24])
+    with torch.no_grad():
+        logits = [model(tokens[r : r + 1, :n]).logits[0] for r, n in ((0, 9), (1, 24))]
+    target = Target.from_model(model, [1, 4], [CPU], whole=True)
+    features = target.features(tokens, document, position)
+    assert features.shape == (2, 24, target.width)
+    assert (target.width, len(target.layers)) == (3 * HIDDEN, LAYERS)
+    for r, want in enumerate(logits):
+        got = features[r, : len(want), -HIDDEN:] @ target.head.T
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    part = Target.from_model(make(name), [1, 4], [CPU]).features(tokens, document, position)
+    torch.testing.assert_close(features[..., : 2 * HIDDEN], part)
+
+
+def test_a_target_that_shapes_its_logits_teaches_no_distribution():
+    config = tf.Gemma2Config(**SIZES, **GROUPED, **SLIDING, query_pre_attn_scalar=8, final_logit_softcapping=30.0)
+    model = tf.AutoModelForCausalLM.from_config(config)
+    with pytest.raises(SettingError, match="final_logit_softcapping"):
+        Target.from_model(model, None, [CPU], whole=True)
+    assert Target.from_model(model, None, [CPU]).width == 4 * HIDDEN + HIDDEN
+
+
+def test_a_head_with_a_bias_is_refused():
+    config = tf.PhiConfig(**SIZES)
+    with pytest.raises(SettingError, match="head without bias"):
+        Target.from_model(tf.AutoModelForCausalLM.from_config(config), None, [CPU])
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(("count", "whole"), [(2, False), (3, True), (12, True)])
+def test_a_target_over_several_devices_computes_the_same(name, count, whole):
+    """With the CPU several times over, so that only the moves' bookkeeping is tried here."""
+    batch = pack(*ROWS)
+    want = Target.from_model(make(name), [1, 4], [CPU], whole).features(*batch)
+    target = Target.from_model(make(name), [1, 4], [CPU] * count, whole)
+    assert torch.equal(target.features(*batch), want)
+    assert torch.equal(target.replica([CPU] * count).features(*batch), want)
+
+
+def test_layers_are_spread_evenly_and_in_order():
+    def here(module):
+        return {str(p.device) for p in module.parameters()}
+
+    devices = [torch.device("meta"), CPU]
+    target = Target.from_model(make("qwen3"), [1, 5], devices, whole=True)
+    assert [here(layer) for layer in target.layers] == [{"meta"}] * 4 + [{"cpu"}] * 4
+    assert (here(target.body.embed_tokens), here(target.norm)) == ({"meta"}, {"cpu"})
+    assert (target.embedding.is_meta, target.head.is_meta) == (True, True)
+
+
+needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+@needs_two_gpus
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_target_over_two_gpus_computes_the_same(name, whole):
+    first, second = (torch.device("cuda", n) for n in range(2))
+    batch = [t.to(first) for t in pack(*ROWS)]
+    want = Target.from_model(make(name), [1, 5], [first], whole).features(*batch)
+    target = Target.from_model(make(name), [1, 5], [first, second], whole)
+    assert {p.device for p in target.body.parameters()} == {first, second}
+    for one in (target, target.replica([first, second])):
+        torch.testing.assert_close(one.features(*batch), want, rtol=1e-5, atol=1e-5)
+    turned = target.replica([second, first])
+    assert turned.embedding.device == second
+    got = turned.features(*(t.to(second) for t in batch)).to(first)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_drafters_process_reads_embedding_and_head_alone(name, tmp_path):
+    make(name).save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    wish = settings.Target(model=str(tmp_path), taps=[1, 4])
+    whole, ends = Target.load(wish, [CPU]), Target.ends(wish, CPU)
+    assert torch.equal(ends.embedding, whole.embedding)
+    assert torch.equal(ends.head, whole.head)
+    assert (ends.head is ends.embedding) == (whole.head is whole.embedding)
+    assert (ends.num_layers, ends.taps, ends.width) == (whole.num_layers, whole.taps, whole.width)
+    assert (ends.embedding_scale, ends.devices) == (whole.embedding_scale, whole.devices)
 
 
 def test_default_taps_are_those_of_the_published_drafters():
