@@ -11,14 +11,18 @@ import sys
 import time
 from typing import Any, TextIO
 
-from sweeper.measure import Step, finite, parse_step
+from sweeper.measure import Evaluation, Step, finite, parse_evaluation, parse_step
 
 EVERY = 10.0  # seconds between two lines of steps when the output is no terminal
+COUNTED = {"n": "prompts", "tokens": "tokens", "block": "slots a block"}
 COLOURS = {"ok": "green", "skipped": "dim", "degraded": "yellow", "killed": "magenta"}
 
 
 class Watch:
-    """What is known of the run in progress: stage, step, speed so far, time left."""
+    """What is known of the run in progress: stage, step, speed so far, time left.
+
+    Of a run with fanout the first variant's steps are shown: all variants go through the same stream together.
+    """
 
     def __init__(self, index: int, label: str, estimate: float | None) -> None:
         self.index, self.label, self.estimate = index, label, estimate
@@ -41,10 +45,9 @@ class Watch:
             counted = f" {done:.0f}/{total:.0f}" if done is not None and total else ""
             self.work = f"{event.get('what') or ''}{counted}".strip()
         step = parse_step(event) if kind == "step" else None
-        if step is None:
+        if step is None or (self._first and step.variant != self._first.variant):
             return None
-        self.step = step.step
-        self.steps = int(finite(event.get("steps")) or 0)
+        self.step, self.steps = step.step, step.steps
         if self._first is None:
             self._first = step
         else:
@@ -93,6 +96,10 @@ class Display:
         moved = self.watch.take(event)
         if event.get("event") == "warning":
             self.note(f"warning {event.get('code') or ''}: {event.get('message') or ''}")
+        elif event.get("event") == "resume":
+            self.note(f"goes on after step {event.get('step')} from {event.get('folder')}")
+        elif measured := parse_evaluation(event):
+            self.note(f"step {measured.step}: {in_words(measured)}")
         if moved:
             self._moved(moved)
 
@@ -228,6 +235,21 @@ def told(verdict: dict[str, Any]) -> str:
     if verdict.get("reason"):
         parts.append(" ".join(str(verdict["reason"]).split())[:200])
     return ", ".join(parts)
+
+
+def in_words(measured: Evaluation) -> str:
+    """An evaluation with its conditions: a tau without them says nothing."""
+    of = f" of {measured.variant}" if measured.variant else ""
+    told = {name: finite(measured.told.get(name)) for name in ("tau_low", "tau_high", "tau_untrained", "temperature")}
+    low, high = told["tau_low"], told["tau_high"]
+    interval = f" [{low:.2f}, {high:.2f}]" if low is not None and high is not None else ""
+    conditions = [f"{measured.told[name]} {what}" for name, what in COUNTED.items() if finite(measured.told.get(name))]
+    if told["temperature"] is not None:
+        conditions.append(f"T={told['temperature']:g}")
+    if told["tau_untrained"] is not None:
+        conditions.append(f"untrained {told['tau_untrained']:.2f}")
+    said = f" ({', '.join(conditions)})" if conditions else ""
+    return f"tau{of} {measured.tau:.2f}{interval} on {measured.set}{said}"
 
 
 def remaining(run: float | None, sweep: float | None) -> str:

@@ -13,30 +13,73 @@ from dataclasses import dataclass, field
 from typing import Any
 
 ENDS = 10  # steps averaged into loss_first, loss_last, accept_first and accept_last
+SERIES = ("loss", "accept", "accuracy", "coverage", "anchors", "lr", "grad_norm", "queue_bytes")
+SLOTS = ("loss_at", "accuracy_at")  # lists by slot of a block, from slot 1
+SIDES = ("target", "drafter")
 
 
 @dataclass(frozen=True)
 class Step:
-    """One training step that ended at `t` (Unix seconds). `nonfinite`: fields that were inf or NaN."""
+    """One training step of one variant ('' without fanout) that ended at `t` (Unix seconds).
+
+    nonfinite: fields that were inf or NaN. slots: the fields SLOTS, None where a slot had no label. waits: seconds
+    that each worker waited. tok_s: tokens a second of a side's one worker while it worked.
+    """
 
     step: int
     t: float
+    variant: str = ""
+    steps: int = 0
     tokens: int = 0
     seconds: float | None = None
     steady: bool = False
     nonfinite: tuple[str, ...] = ()
     series: dict[str, float] = field(default_factory=dict)
-
-
-SERIES = ("loss", "accept", "accuracy", "lr", "grad_norm", "queue_bytes")
+    slots: dict[str, list[float | None]] = field(default_factory=dict)
+    waits: dict[str, float] = field(default_factory=dict)
+    tok_s: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Figures:
+class Evaluation:
+    """Acceptance length of one variant on one set of prompts after a step; `told` has every field of the event."""
+
+    variant: str
+    step: int
+    t: float
+    set: str
+    tau: float
+    told: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Learnt:
+    """What one variant learnt; None where unknown.
+
+    loss_*, accept_*: mean over the first and the last `ENDS` steps that have the value, or all if fewer.
+    coverage_mean: share of the supervised tokens that were labels; anchors_mean: blocks a step. tau: acceptance
+    length by decoding, {prompt set: as last measured}.
+    """
+
+    loss_first: float | None = None
+    loss_last: float | None = None
+    accept_first: float | None = None
+    accept_last: float | None = None
+    coverage_mean: float | None = None
+    anchors_mean: float | None = None
+    tau: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures(Learnt):
     """The figures of one run; None where unknown.
 
-    ktok_s: thousands of context tokens a second over the steady window, all drafters together.
-    loss_*, accept_*: mean over the first and the last `ENDS` steps that have the value, or all if fewer.
+    Of a run with fanout, `variants` has what each variant learnt, and the fields of Learnt have no value.
+    steps, tokens and the steady window are those of the first variant, for all train on the same stream: its
+    context tokens count once, however many variants use them.
+    ktok_s: thousands of context tokens a second over the steady window, all drafters of a variant together.
+    targets_waited, drafters_waited: share of the window that a worker of this kind stood waiting, on average,
+    for room in a queue and for a batch.
     compile_s: seconds spent in compilers, summed over threads, so it may exceed the wall time.
     peak_rss_bytes: the job's own total if its `end` event tells it; otherwise the sum of each reporting
     process's peak, an upper bound. peak_gpu_bytes: the fullest device.
@@ -46,16 +89,15 @@ class Figures:
     steady_steps: int = 0
     steady_seconds: float | None = None
     steady_tokens: int = 0
+    targets_waited: float | None = None
+    drafters_waited: float | None = None
     steps: int = 0
     tokens: int = 0
     time_to_first_step_s: float | None = None
     compile_s: float | None = None
     peak_rss_bytes: int | None = None
     peak_gpu_bytes: int | None = None
-    loss_first: float | None = None
-    loss_last: float | None = None
-    accept_first: float | None = None
-    accept_last: float | None = None
+    variants: dict[str, Learnt] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -63,39 +105,51 @@ class Figures:
 
 def figures(events: list[dict[str, Any]]) -> Figures:
     """Measure a run from its events, in any order. Never raises on odd events."""
-    done = steps(events)
+    found, measured = steps(events), evaluations(events)
+    done = next(iter(found.values()), [])
     steady = [s for s in done if s.steady]
     opened = window_start(done)
     seconds = max(s.t for s in steady) - opened if steady and opened is not None else None
     tokens = sum(s.tokens for s in steady)
-    loss, accept = (_values(done, name) for name in ("loss", "accept"))
     told = totals(events, "rss_bytes", "compile_seconds")
+    names = list(dict.fromkeys([*found, *(e.variant for e in measured)]))
+    learnt = {name: _learnt(found.get(name, []), [e for e in measured if e.variant == name]) for name in names}
+    only = learnt.get("", Learnt()) if set(names) <= {""} else None
     return Figures(
         ktok_s=tokens / seconds / 1000 if tokens and seconds and seconds > 0 else None,
         steady_steps=len(steady),
         steady_seconds=seconds,
         steady_tokens=tokens,
+        targets_waited=_waited("target", found, seconds),
+        drafters_waited=_waited("drafter", found, seconds),
         steps=len(done),
         tokens=sum(s.tokens for s in done),
         time_to_first_step_s=_first_step(events, done),
         compile_s=told.get("compile_seconds"),
         peak_rss_bytes=_whole(told.get("rss_bytes")),
         peak_gpu_bytes=_whole(_fullest_gpu(events)),
-        loss_first=_mean(loss[:ENDS]),
-        loss_last=_mean(loss[-ENDS:]),
-        accept_first=_mean(accept[:ENDS]),
-        accept_last=_mean(accept[-ENDS:]),
+        variants={} if only else learnt,
+        **(vars(only) if only else {}),
     )
 
 
-def steps(events: Iterable[dict[str, Any]]) -> list[Step]:
-    """The training steps by number; of several events for one step the first to be written counts."""
-    found: dict[int, Step] = {}
+def steps(events: Iterable[dict[str, Any]]) -> dict[str, list[Step]]:
+    """The training steps of each variant by number; of several events for one step the first to be written counts.
+
+    The variant whose first step ended first is the first.
+    """
+    found: dict[str, dict[int, Step]] = {}
     for event in events:
         step = parse_step(event)
         if step is not None:
-            found.setdefault(step.step, step)
-    return [found[n] for n in sorted(found)]
+            found.setdefault(step.variant, {}).setdefault(step.step, step)
+    order = sorted(found, key=lambda name: (min(s.t for s in found[name].values()), name))
+    return {name: [found[name][n] for n in sorted(found[name])] for name in order}
+
+
+def evaluations(events: Iterable[dict[str, Any]]) -> list[Evaluation]:
+    """The evaluations in the order of their end."""
+    return sorted((e for event in events if (e := parse_evaluation(event))), key=lambda e: e.t)
 
 
 def window_start(done: list[Step]) -> float | None:
@@ -119,16 +173,30 @@ def parse_step(event: dict[str, Any]) -> Step | None:
     if event.get("event") != "step" or not isinstance(number, int) or isinstance(number, bool) or t is None:
         return None
     tokens, seconds = finite(event.get("tokens")), finite(event.get("seconds"))
-    named = event.get("nonfinite")
+    named, variant = event.get("nonfinite"), event.get("variant")
     return Step(
         step=number,
         t=t,
+        variant=variant if isinstance(variant, str) else "",
+        steps=int(finite(event.get("steps")) or 0),
         tokens=int(tokens) if tokens and tokens > 0 else 0,
         seconds=seconds if seconds and seconds > 0 else None,
         steady=event.get("steady") is True,
         nonfinite=tuple(str(n) for n in named) if isinstance(named, list) else (),
         series={name: value for name in SERIES if (value := finite(event.get(name))) is not None},
+        slots={name: [finite(v) for v in value] for name in SLOTS if isinstance(value := event.get(name), list)},
+        waits=_numbers(event.get("wait_s")),
+        tok_s={side: rate for side, rate in _numbers(event.get("stage_tok_s")).items() if side in SIDES},
     )
+
+
+def parse_evaluation(event: dict[str, Any]) -> Evaluation | None:
+    """Read one event as an evaluation; None when it is none or lacks a usable time, step, set or tau."""
+    t, step, tau = (finite(event.get(name)) for name in ("t", "step", "tau"))
+    variant, prompts = event.get("variant"), event.get("set")
+    if event.get("event") != "eval" or t is None or step is None or tau is None or not isinstance(prompts, str):
+        return None
+    return Evaluation(variant if isinstance(variant, str) else "", int(step), t, prompts, tau, event)
 
 
 def totals(events: list[dict[str, Any]], *names: str) -> dict[str, float]:
@@ -175,6 +243,43 @@ def _first_step(events: list[dict[str, Any]], done: list[Step]) -> float | None:
     if not starts or not done:
         return None
     return max(0.0, min(s.t for s in done) - min(starts))
+
+
+def _learnt(done: list[Step], measured: list[Evaluation]) -> Learnt:
+    loss, accept, coverage, anchors = (_values(done, name) for name in ("loss", "accept", "coverage", "anchors"))
+    return Learnt(
+        loss_first=_mean(loss[:ENDS]),
+        loss_last=_mean(loss[-ENDS:]),
+        accept_first=_mean(accept[:ENDS]),
+        accept_last=_mean(accept[-ENDS:]),
+        coverage_mean=_mean(coverage),
+        anchors_mean=_mean(anchors),
+        tau={e.set: e.tau for e in measured},
+    )
+
+
+def _waited(side: str, found: dict[str, list[Step]], seconds: float | None) -> float | None:
+    """Share of the window's `seconds` that workers of a side waited; None where no step tells of them.
+
+    Steps of several variants may tell of the same worker: those of the first that does count.
+    """
+    waits: dict[str, float] = {}
+    for done in found.values():
+        told: dict[str, float] = {}
+        for step in done:
+            for worker, waited in step.waits.items():
+                if step.steady and worker.startswith(side):
+                    told[worker] = told.get(worker, 0.0) + max(0.0, waited)
+        waits = told | waits
+    if not waits or not seconds or seconds <= 0:
+        return None
+    return min(1.0, sum(waits.values()) / len(waits) / seconds)
+
+
+def _numbers(value: Any) -> dict[str, float]:
+    """The finite numbers of a mapping."""
+    given = value.items() if isinstance(value, dict) else ()
+    return {str(name): number for name, one in given if (number := finite(one)) is not None}
 
 
 def _values(done: list[Step], name: str) -> list[float]:

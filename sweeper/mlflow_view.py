@@ -6,18 +6,22 @@ retrying and rebuilding are one operation, and a view that was lost can be made 
 
 Names in MLflow: its compare view sorts them and shows some ten rows, so what a reader compares comes first.
 Parameters: the levels `cell.*`, then `result.*` once the run is over, then the child's settings `spec.*`.
-Metrics: the headline figures by their plain names, then `train/*` (series over steps among them) and `use/*`
-(times, and cache counts as `use/cache.<layer>.<count>`).
+Metrics: the headline figures by their plain names, `tau*/<set>`, then `train/*` (series over steps among them) and
+`use/*` (times, and cache counts as `use/cache.<layer>.<count>`). A variant of a fanout is the last part of a name,
+`train/loss/b16`: the UI makes a section of what is equal before the last slash, so variants stand side by side.
 Callers hold the store's tracking lock; only one thread uses a view.
 """
 
 from __future__ import annotations
 
+import csv
 import hashlib
+import io
 import json
 import logging
 import math
 import os
+import re
 import socket
 import time
 from collections.abc import Iterable, Iterator
@@ -31,7 +35,7 @@ from filelock import FileLock
 
 from dflash.events import EVENTS_FILE, STACKS_FILE, EventReader
 from sweeper import store as records
-from sweeper.measure import SERIES, Step, finite, parse_step, window_start
+from sweeper.measure import SERIES, SIDES, Evaluation, Step, finite, parse_evaluation, parse_step, window_start
 from sweeper.report.table import label, read_json
 
 STATE_FILE = "tracking.json"
@@ -40,39 +44,51 @@ METRICS, PARAMS = 500, 100  # a call; the tracking server takes 1000 and 100
 LONGEST_PARAM, LONGEST_TAG = 6000, 5000  # characters; MLflow cuts longer ones in silence
 LOG_BYTES, EVENTS_BYTES = 256 << 10, 4 << 20  # of the logs' ends that are kept as artifacts
 STATUS = {"ok": "FINISHED", "degraded": "FINISHED", "skipped": "FINISHED", "killed": "KILLED"}
+EVAL_FILE = "eval.csv"
+# Points a series has at most, about: a long run must not fill the store with rows, nor the UI with details.
+POINTS, DETAIL_POINTS = 10_000, 200
+MEASURED = ("tau", "tau_low", "tau_high", "tau_untrained", "distinct4", "speedup")
+WRITTEN = ("t", "event", "pid", "thread", "nonfinite")  # what the writer adds to an event of its own
 HEADLINES = ("ktok_s", "time_to_first_step_s", "compile_s")
 TAGS = ("wheel", "cache", "compile", "split", "isolation")
 
 
 @dataclass
 class _Job:
-    """The steps of a job so far, by number; the first event of a step counts."""
+    """What a job told so far: its steps by variant and number, of which the first event counts, and evaluations."""
 
     reader: EventReader
-    steps: dict[int, Step] = field(default_factory=dict)
+    steps: dict[str, dict[int, Step]] = field(default_factory=dict)
+    evaluations: list[Evaluation] = field(default_factory=list)
 
-    def metrics(self, after: int) -> list[Any]:
-        """Read on, and give the metrics of the steps that follow number `after`.
+    def metrics(self, after: dict[str, int], evaluated: int) -> list[Any]:
+        """Read on, and give the metrics of the steps that follow number `after[variant]` and of the evaluations
+        that follow the first `evaluated` ones.
 
         ktok_s is that of the measured window so far, so that its last value is the run's.
         """
-        from mlflow.entities import Metric
-
         for event in self.reader.poll():
             if step := parse_step(event):
-                self.steps.setdefault(step.step, step)
-        done = [self.steps[n] for n in sorted(self.steps)]
-        opened, tokens, found = window_start(done), 0, []
-        for step in done:
-            tokens += step.tokens if step.steady else 0
-            if step.step <= after:
-                continue
-            values = {f"train/{name}": value for name, value in step.series.items()}
-            values |= {f"train/{name}": math.nan for name in SERIES if name in step.nonfinite}
-            if tokens and opened is not None and step.t > opened:
-                values["ktok_s"] = tokens / (step.t - opened) / 1000
-            found += [Metric(name, value, int(step.t * 1000), step.step) for name, value in values.items()]
+                self.steps.setdefault(step.variant, {}).setdefault(step.step, step)
+            elif measured := parse_evaluation(event):
+                self.evaluations.append(measured)
+        found: list[Any] = []
+        for number, (variant, steps) in enumerate(self.steps.items()):
+            done = [steps[n] for n in sorted(steps)]
+            speed = dict(_speeds(done)) if number == 0 else {}
+            for step in done:
+                if step.step > after.get(variant, 0):
+                    found += _metrics(_told(step) | speed.get(step.step, {}), step.t, step.step, variant)
+        for one in self.evaluations[evaluated:]:
+            told = {name: value for name in MEASURED if (value := finite(one.told.get(name))) is not None}
+            values = {f"{name}/{_part(one.set)}": value for name, value in told.items()}
+            found += _metrics(values, one.t, one.step, one.variant)
         return found
+
+    @property
+    def last(self) -> dict[str, int]:
+        """The number of the last step of each variant."""
+        return {variant: max(steps) for variant, steps in self.steps.items()}
 
 
 class View:
@@ -107,11 +123,13 @@ class View:
         run_id = state.get("run_id") or self._open(folder, run)
         state |= {"run_id": run_id, "place": self._place()}
         job = self._following.setdefault(folder, _Job(EventReader(folder / EVENTS_FILE)))
-        logged = int(state.get("step") or 0)
-        self._log(run_id, metrics=job.metrics(after=logged))
-        state["step"] = max([logged, *job.steps])
+        logged = state.get("steps") or {}
+        self._log(run_id, metrics=job.metrics(logged, int(state.get("evaluations") or 0)))
+        state |= {"steps": logged | job.last, "evaluations": len(job.evaluations)}
         if verdict is not None:
-            self._close(folder, run_id, verdict, state["step"])
+            if job.evaluations:
+                self._client.log_text(run_id, _csv(job.evaluations), EVAL_FILE)
+            self._close(folder, run_id, verdict, max(state["steps"].values(), default=0))
             state["done"] = word
             del self._following[folder]
         records.write(folder / STATE_FILE, state)
@@ -307,6 +325,67 @@ def _client(uri: str) -> Any:
     return MlflowClient(tracking_uri=uri)
 
 
+def _speeds(done: list[Step]) -> Iterator[tuple[int, dict[str, float]]]:
+    """Ktok/s of the measured window up to each step of it."""
+    opened, tokens = window_start(done), 0
+    for step in done:
+        tokens += step.tokens if step.steady else 0
+        if tokens and opened is not None and step.t > opened and _shown(step, POINTS):
+            yield step.step, {"ktok_s": tokens / (step.t - opened) / 1000}
+
+
+def _told(step: Step) -> dict[str, float]:
+    """The metrics of a step: its series, and now and then the details."""
+    values: dict[str, float | None] = {}
+    if _shown(step, POINTS):
+        values |= {f"train/{name}": value for name, value in step.series.items()}
+        values |= {f"train/{name}": math.nan for name in SERIES if name in step.nonfinite}
+    if _shown(step, DETAIL_POINTS):
+        for name, slots in step.slots.items():
+            kind = name.removesuffix("_at")
+            values |= {f"train/{kind}_slot/{slot:02}": value for slot, value in enumerate(slots, 1)}
+        values |= {f"train/tok_s/{side}": rate for side, rate in step.tok_s.items()}
+        for side in SIDES if step.seconds else ():
+            waits = [waited for worker, waited in step.waits.items() if worker.startswith(side)]
+            if waits:
+                values[f"train/waited/{side}"] = sum(waits) / len(waits) / (step.seconds or 1.0)
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _shown(step: Step, points: int) -> bool:
+    """Whether a step is one of the at most about `points` that a series shows: evenly spread, and the last."""
+    every = max(1, math.ceil(step.steps / points))
+    return step.step % every == 0 or step.step in (1, step.steps)
+
+
+def _metrics(values: dict[str, float], t: float, step: int, variant: str) -> list[Any]:
+    from mlflow.entities import Metric
+
+    last = f"/{_part(variant)}" if variant else ""
+    return [
+        # The speed is the stream's, which the variants share.
+        Metric(name if name == "ktok_s" else name + last, value, int(t * 1000), step)
+        for name, value in values.items()
+    ]
+
+
+def _part(text: str) -> str:
+    """A name of the user's as one part of a metric's name."""
+    return re.sub(r"[^\w.-]", "_", text).lstrip(".")[:60] or "_"
+
+
+def _csv(measured: list[Evaluation]) -> str:
+    """The evaluations as a table, a row each, which the UI shows as such."""
+    columns = list(dict.fromkeys(name for one in measured for name in one.told if name not in WRITTEN))
+    out = io.StringIO()
+    rows = csv.writer(out, lineterminator="\n")
+    rows.writerow(columns)
+    for one in measured:
+        values = [one.told.get(name) for name in columns]
+        rows.writerow([" ".join(map(str, value)) if isinstance(value, list) else value for value in values])
+    return out.getvalue()
+
+
 def _final(verdict: dict[str, Any]) -> dict[str, float]:
     """The metrics of a finished run: its figures, its times and the cache counts that are not all zero."""
     figures = dict(verdict.get("figures") or {})
@@ -314,6 +393,8 @@ def _final(verdict: dict[str, Any]) -> dict[str, float]:
     for kind in ("rss", "gpu"):
         size = finite(figures.pop(f"peak_{kind}_bytes", None))
         found[f"peak_{kind}_gb"] = None if size is None else size / 1e9
+    for variant, learnt in (figures.pop("variants", None) or {}).items():
+        found |= {f"train/{name}/{_part(variant)}": value for name, value in learnt.items()}
     found |= {f"train/{name}": value for name, value in figures.items()}
     found |= {f"use/{name}": verdict.get(name) for name in ("wall_s", "child_s", "overhead_s")}
     layers = (verdict.get("cache") or {}).get("layers") or {}

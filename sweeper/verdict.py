@@ -20,6 +20,8 @@ from sweeper.signatures.prints import last_traceback, threads
 VERDICTS = ("ok", "degraded", "failed", "hung", "killed", "skipped")
 CRASHES = frozenset({signals.SIGSEGV, signals.SIGBUS, signals.SIGILL, signals.SIGFPE})
 BAD_INPUT = 2  # exit status of a job that refuses a setting
+REQUEUE = 75  # exit status of a job that was asked to end, saved a checkpoint and wants to be started again
+ASKED_TO_END = ("requeue", "interrupted")  # last words of a job that was
 
 _SETTING = re.compile(r"^(?:\S+: )?[A-Za-z_][\w.\[\]]*=.*: \S.*$")
 _DUMP = re.compile(r"^== .*$", re.MULTILINE)
@@ -86,12 +88,16 @@ def _judge(run: Evidence) -> Verdict:
     if run.ended_by == "skipped":
         return Verdict("skipped", None, run.reason)
     if run.ended_by == "interrupt":
-        return Verdict("killed", named("sweep.interrupted", "interrupted"), run.reason or "interrupted")
+        reason = f"{run.reason or 'interrupted'}{_checkpoint(run)}"
+        return Verdict("killed", named("sweep.interrupted", "interrupted"), reason)
     code, signal = _exit(run.exit_code, run.signal)
     failure = _failure(run)
     if run.ended_by == "hung":
         reason = run.reason or f"no progress in stage {run.hung_stage} for the whole of its budget"
         return Verdict("hung", failure or _hang(run), reason)
+    if failure is None and (_said(run) in ASKED_TO_END or (code == REQUEUE and run.events)):
+        said = "the job was asked to end"
+        return Verdict("killed", named("sweep.interrupted", said), f"{said}{_checkpoint(run)}")
     if signal is not None:
         return _signalled(run, signal, failure)
     if code is None:
@@ -105,16 +111,12 @@ def _judge(run: Evidence) -> Verdict:
 
 def _ended_well(run: Evidence, failure: Signature | None) -> Verdict:
     """Exit status 0: the job's last word, and whether its figures can be trusted."""
-    ends = [e for e in run.events if e.get("event") == "end"]
-    if failure or any(e.get("status") == "failed" for e in ends):
+    if failure or _said(run) == "failed":
         signature = failure or _from_log(run, "the job said that it failed")
         return Verdict("failed", signature, f"exit status 0, yet it failed: {signature.evidence}")
-    if run.events and not ends:
+    if run.events and _said(run) is None:
         reason = "ended without its last word"
         return Verdict("failed", named("unknown", reason), reason)
-    if any(e.get("status") == "interrupted" for e in ends):
-        reason = "the job was interrupted"
-        return Verdict("killed", named("sweep.interrupted", reason), reason)
     doubts = [doubt for check in (_dense, _recompiled, _nonfinite, _missed) if (doubt := check(run))]
     if not doubts:
         return Verdict("ok", None, run.reason)
@@ -122,6 +124,18 @@ def _ended_well(run: Evidence, failure: Signature | None) -> Verdict:
     said = "; ".join(text for _, text in doubts)
     # The kind of doubt is its identity: counts and step numbers are not.
     return Verdict("degraded", named(cause, doubts[0][1], cause), "; ".join(filter(None, (said, run.reason))))
+
+
+def _said(run: Evidence) -> str | None:
+    """The job's own last word: the status of its `end` event."""
+    ends = [e for e in run.events if e.get("event") == "end"]
+    return str(ends[-1].get("status")) if ends else None
+
+
+def _checkpoint(run: Evidence) -> str:
+    """The newest checkpoint that the job told of, in words that follow a reason."""
+    told = [e for e in run.events if e.get("event") == "checkpoint" and finite(e.get("step")) is not None]
+    return f"; checkpoint of step {told[-1]['step']:.0f} in {told[-1].get('folder')}" if told else ""
 
 
 def _dense(run: Evidence) -> tuple[str, str] | None:
@@ -142,11 +156,13 @@ def _recompiled(run: Evidence) -> tuple[str, str] | None:
 
 
 def _nonfinite(run: Evidence) -> tuple[str, str] | None:
-    bad = [s for s in steps(run.events) if {"loss", "grad_norm"} & set(s.nonfinite)]
+    done = [step for several in steps(run.events).values() for step in several]
+    bad = [s for s in done if {"loss", "grad_norm"} & set(s.nonfinite)]
     if not bad:
         return None
-    names = sorted({"loss", "grad_norm"} & set(bad[0].nonfinite))
-    where = f"in {len(bad)} steps, first in step {bad[0].step}"
+    first = min(bad, key=lambda s: s.step)
+    names = sorted({"loss", "grad_norm"} & set(first.nonfinite))
+    where = f"in {len(bad)} steps, first in step {first.step}" + (f" of {first.variant}" if first.variant else "")
     return "numerics.nan", f"{' and '.join(names)} not finite {where}"
 
 

@@ -47,6 +47,28 @@ def events(
     return told
 
 
+def fanout(told: list[dict[str, Any]], *variants: str) -> list[dict[str, Any]]:
+    """The same run with a step of every variant at each step; each variant's loss is 0.5 above the one before."""
+    spread = []
+    for event in told:
+        if event["event"] != "step":
+            spread.append(event)
+            continue
+        for number, variant in enumerate(variants):
+            # In the same second, one a little after the other.
+            later = {"t": event["t"] + 0.01 * number, "loss": event["loss"] + 0.5 * number}
+            spread.append(event | later | {"variant": variant})
+    return spread
+
+
+def evaluated(step: int, tau: float, prompts: str = "gsm8k", variant: str = "", at: float = 200.0) -> dict[str, Any]:
+    """An evaluation that ended `at` seconds after the start."""
+    figures = {"n": 32, "tokens": 4000, "tau": tau, "tau_low": tau - 0.1, "tau_high": tau + 0.1, "tau_untrained": 1.0}
+    figures |= {"accept_at": [0.6, 0.3], "distinct4": 0.8, "identical": 1.0, "speedup": 1.2, "seconds": 3.0}
+    conditions = {"temperature": 0.0, "block": 8, "max_new": 128}
+    return {"t": BEGAN + at, "event": "eval", "variant": variant, "step": step, "set": prompts} | figures | conditions
+
+
 def write_run(
     store: Path,
     cell: dict[str, str],

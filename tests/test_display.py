@@ -7,7 +7,7 @@ import io
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from made_up import BEGAN, events
+from made_up import BEGAN, evaluated, events, fanout
 from test_measure import ODD_EVENTS
 
 from sweeper import display
@@ -76,6 +76,27 @@ def test_warnings_and_failures_are_shown() -> None:
     shown.run_ended("cell", {"verdict": "failed", "signature": signature, "reason": "exit\nstatus 1", "figures": None})
     assert "rows.skipped: 3 rows have no assistant turn" in out.getvalue()
     assert "failed: compile.fx_trace_race (0123456789ab), exit status 1" in out.getvalue()
+
+
+def test_a_fanout_advances_once_a_step() -> None:
+    shown = Display(1, False, io.StringIO())
+    shown.run_started(1, "cell", None)
+    for event in fanout(events(steps=12, pace=1.0, tokens=500), "b16", "b8"):
+        shown.event(event)
+    assert shown.watch is not None
+    assert shown.watch.doing().endswith("step 12/12, 0.500 Ktok/s")
+
+
+def test_an_evaluation_is_shown_with_its_conditions() -> None:
+    out = io.StringIO()
+    shown = Display(1, False, out)
+    shown.run_started(1, "cell", None)
+    shown.event(evaluated(500, 2.1, variant="b8"))
+    shown.event({"event": "eval", "t": BEGAN, "step": 9, "set": "bare", "tau": 1.5})
+    shown.event({"event": "resume", "t": BEGAN, "step": 400, "folder": "/out/step-400"})
+    said = "tau of b8 2.10 [2.00, 2.20] on gsm8k (32 prompts, 4000 tokens, 8 slots a block, T=0, untrained 1.00)"
+    assert f"  step 500: {said}\n  step 9: tau 1.50 on bare\n" in out.getvalue()
+    assert "goes on after step 400 from /out/step-400" in out.getvalue()
 
 
 class Terminal(io.StringIO):

@@ -9,7 +9,7 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from made_up import BEGAN, events
+from made_up import BEGAN, evaluated, events, fanout
 
 from dflash.events import KINDS
 from sweeper.measure import figures
@@ -78,6 +78,42 @@ def test_processes_add_up_and_the_end_event_has_the_last_word() -> None:
     assert (found.peak_rss_bytes, found.compile_s) == (170, 6.5)
 
 
+def test_the_stream_of_a_fanout_counts_once_and_each_variant_learns_for_itself() -> None:
+    alone, found = figures(events()), figures(fanout(events(), "b16", "b8"))
+    for name in ("ktok_s", "steady_seconds", "steady_steps", "steady_tokens", "steps", "tokens"):
+        assert getattr(found, name) == getattr(alone, name), name
+    assert list(found.variants) == ["b16", "b8"]
+    assert found.variants["b8"].loss_last == pytest.approx((alone.loss_last or 0) + 0.5)
+    assert found.variants["b16"].accept_last == alone.accept_last
+    assert (found.loss_last, found.accept_last) == (None, None)
+    assert alone.variants == {}
+
+
+def test_tau_is_the_last_of_each_set() -> None:
+    told = [evaluated(12, 1.8, at=300), evaluated(6, 1.4, at=100), evaluated(6, 1.2, "humaneval")]
+    assert figures(events() + told).tau == {"gsm8k": 1.8, "humaneval": 1.2}
+    several = figures([*fanout(events(), "a", "b"), evaluated(12, 1.8, variant="b"), evaluated(12, 1.6, variant="a")])
+    assert {name: learnt.tau for name, learnt in several.variants.items()} == {"a": {"gsm8k": 1.6}, "b": {"gsm8k": 1.8}}
+
+
+def test_coverage_and_anchors_are_means() -> None:
+    told = [e | {"coverage": 0.1 * e["step"], "anchors": 30} if e["event"] == "step" else e for e in events(steps=5)]
+    found = figures(told)
+    assert (found.coverage_mean, found.anchors_mean) == (pytest.approx(0.3), 30)
+
+
+def test_waiting_is_a_share_of_the_window_for_each_side() -> None:
+    waits = {"target0": 0.1, "target1": 0.3, "drafter0": 0.8}
+    told = [e | {"wait_s": waits} if e["event"] == "step" else e for e in events(steps=13, steady_after=3)]
+    found = figures(told)
+    assert (found.targets_waited, found.drafters_waited) == (pytest.approx(0.2), pytest.approx(0.8))
+    spread = fanout(told, "a", "b")
+    assert figures(spread).targets_waited == pytest.approx(0.2), "told twice, waited once"
+    own = [e | {"wait_s": {"drafter1": 0.4}} if e.get("variant") == "b" else e for e in spread]
+    assert figures(own).drafters_waited == pytest.approx(0.6)
+    assert figures(events()).targets_waited is None
+
+
 @pytest.mark.parametrize("told", [[], [{"event": "end", "t": BEGAN}], events()[:1]])
 def test_nothing_known_gives_none(told: list[dict]) -> None:
     found = figures(told)
@@ -107,7 +143,7 @@ FIELDS = [
     "rss_bytes",
     "gpu_bytes",
 ]
-FIELDS += ["compile_seconds", "nonfinite", "status"]
+FIELDS += ["compile_seconds", "nonfinite", "status", "variant", "set", "tau", "wait_s", "stage_tok_s", "loss_at"]
 WORDS = st.sampled_from(["", "x", "1", "cuda:0"])
 RUBBISH = st.one_of(
     st.none(),
@@ -128,8 +164,11 @@ ODD_EVENTS = st.builds(
 @given(st.lists(ODD_EVENTS, max_size=6))
 def test_rubbish_never_raises_and_never_gives_rubbish(told: list[dict]) -> None:
     found = figures(told).to_dict()
-    json.dumps(found)
-    for name, value in found.items():
+    json.dumps(found, allow_nan=False)
+    learnt = {f"{v}.{name}": value for v, one in found.pop("variants").items() for name, value in one.items()}
+    taus = [tau for name in list(found | learnt) if name.endswith("tau") for tau in (found | learnt)[name].values()]
+    assert all(math.isfinite(tau) for tau in taus)
+    for name, value in {n: v for n, v in (found | learnt).items() if not n.endswith("tau")}.items():
         assert value is None or (isinstance(value, int | float) and math.isfinite(value)), name
     assert found["ktok_s"] is None or found["ktok_s"] > 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import itertools
 import json
 import math
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_up import BEGAN, add_events, events, finish_run, proof, write_run
+from made_up import BEGAN, add_events, evaluated, events, fanout, finish_run, proof, write_run
 
 from sweeper import tracking
 from sweeper.mlflow_view import View, alive
@@ -194,6 +195,72 @@ def test_values_that_are_not_finite_show_as_such(store: Path) -> None:
     run = children(store)[folder.name]
     assert math.isnan(client(store).get_metric_history(run.info.run_id, "train/loss")[-1].value)
     assert run.data.params["result.signature"] == "numerics.nan"
+
+
+def history(store: Path, run: Any, name: str) -> dict[int, float]:
+    return {m.step: m.value for m in client(store).get_metric_history(run.info.run_id, name)}
+
+
+def test_variants_slots_and_evaluations_have_names_of_their_own(store: Path) -> None:
+    slots = {"loss_at": [1.5, 2.5, None], "accuracy_at": [0.5, 0.25, None]}
+    waits = {
+        "wait_s": {"target0": 0.1, "target1": 0.3, "drafter0": 0.5},
+        "stage_tok_s": {"target": 900, "drafter": 600},
+    }
+    told = [e | slots | waits if e["event"] == "step" else e for e in fanout(events(), "b16", "b8")]
+    told[-1:-1] = [
+        evaluated(12, 1.9, "mt bench/../x", "b8"),
+        evaluated(6, 1.4, variant="b8", at=100),
+        evaluated(12, 1.7, variant="b16"),
+    ]
+    folder = write_run(store, CELL, told=told)
+    tracking.sync(store)
+    run = children(store)[folder.name]
+    metrics = run.data.metrics
+    for variant, more in (("b16", 0.0), ("b8", 0.5)):
+        assert history(store, run, f"train/loss/{variant}") == pytest.approx(
+            {n: 5 - 0.2 * n + more for n in range(1, 13)}
+        )
+        assert metrics[f"train/loss_slot/01/{variant}"] == 1.5
+        assert metrics[f"train/accuracy_slot/02/{variant}"] == 0.25
+        assert f"train/loss_slot/03/{variant}" not in metrics
+        assert metrics[f"train/waited/target/{variant}"] == pytest.approx(0.2)
+        assert metrics[f"train/tok_s/drafter/{variant}"] == 600
+        assert f"train/loss_last/{variant}" in metrics
+    assert "train/loss" not in metrics
+    assert metrics["ktok_s"] == pytest.approx(json.loads((folder / "verdict.json").read_text())["figures"]["ktok_s"])
+    assert (metrics["tau/gsm8k/b8"], metrics["tau/gsm8k/b16"]) == (1.4, 1.7)
+    assert metrics["tau_low/mt_bench_.._x/b8"] == pytest.approx(1.8)
+    path = client(store).download_artifacts(run.info.run_id, "eval.csv", str(store))
+    rows = list(csv.DictReader(Path(path).read_text().splitlines()))
+    assert [(row["variant"], row["step"], row["tau"], row["n"]) for row in rows] == [
+        ("b8", "12", "1.9", "32"),
+        ("b8", "6", "1.4", "32"),
+        ("b16", "12", "1.7", "32"),
+    ]
+    assert rows[0]["accept_at"] == "0.6 0.3"
+
+
+def test_an_evaluation_is_shown_while_the_run_goes_on_and_once(store: Path) -> None:
+    folder = write_run(store, CELL, told=[*events()[:8], evaluated(6, 1.4)], finished=False)
+    tracking.sync(store)
+    assert history(store, children(store)[folder.name], "tau/gsm8k") == {6: 1.4}
+    add_events(folder, [*events()[8:-1], evaluated(12, 1.6), events()[-1]])
+    finish_run(folder, events())
+    tracking.sync(store)
+    again = client(store).get_metric_history(children(store)[folder.name].info.run_id, "tau/gsm8k")
+    assert [(m.step, m.value) for m in again] == [(6, 1.4), (12, 1.6)]
+
+
+def test_a_long_run_shows_its_details_now_and_then(store: Path) -> None:
+    told = [e | {"loss_at": [2.0, 3.0]} if e["event"] == "step" else e for e in events(steps=2050)]
+    folder = write_run(store, CELL, told=told)
+    tracking.sync(store)
+    run = children(store)[folder.name]
+    assert len(history(store, run, "train/loss")) == 2050
+    shown = history(store, run, "train/loss_slot/02")
+    assert 150 <= len(shown) <= 250
+    assert {1, 2050} <= set(shown)
 
 
 def test_a_lost_tracking_store_is_rebuilt(fresh: Path, store: Path) -> None:

@@ -136,6 +136,25 @@ def test_exit_0_without_a_last_word_is_a_failure() -> None:
     assert (stopped.verdict, cause(stopped)) == ("killed", "sweep.interrupted")
 
 
+@pytest.mark.parametrize("ends", [{"exit_code": 75}, {"exit_code": 143}, {"exit_code": 0}])
+@pytest.mark.parametrize("status", ["requeue", "interrupted"])
+def test_a_job_that_was_asked_to_end_is_no_failure(ends: dict[str, Any], status: str) -> None:
+    last = {"t": BEGAN + 99, "event": "end", "status": status}
+    saved = [{"t": BEGAN + n, "event": "checkpoint", "step": n, "folder": f"/out/step-{n}"} for n in (5, 8)]
+    found = given_run(events=[*events(steps=8)[:-1], *saved, last], **ends)
+    assert (found.verdict, cause(found)) == ("killed", "sweep.interrupted")
+    assert found.reason == "the job was asked to end; checkpoint of step 8 in /out/step-8"
+    by_us = given_run(events=[*events(steps=8)[:-1], *saved, last], ended_by="interrupt", **ends)
+    assert by_us.reason == "interrupted; checkpoint of step 8 in /out/step-8"
+    broken = given_run(events=[failure("RuntimeError", RACE), last], **ends)
+    assert cause(broken) == "compile.fx_trace_race", "a failure of its own comes first"
+
+
+def test_the_status_to_requeue_counts_though_the_last_word_was_lost() -> None:
+    assert cause(given_run(exit_code=75, events=events(steps=2)[:-1])) == "sweep.interrupted"
+    assert cause(given_run(exit_code=75, log_tail="no such file")) == "unknown", "another command means something else"
+
+
 def changed(event: str, **fields: Any) -> list[dict[str, Any]]:
     return [e | fields if e["event"] == event else e for e in events()]
 
@@ -154,6 +173,7 @@ def changed(event: str, **fields: Any) -> list[dict[str, Any]]:
             "drafter-1",
         ),
         ({"events": changed("step", loss=None, nonfinite=["loss"])}, "numerics.nan", "first in step 1"),
+        ({"events": changed("step", variant="b8", grad_norm=None, nonfinite=["grad_norm"])}, "numerics.nan", "1 of b8"),
         ({"events": events(), "cache": proof("warm", "mixed")}, "cache.warm_missed", "proved mixed: as counted"),
     ],
 )

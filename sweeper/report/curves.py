@@ -1,4 +1,6 @@
-"""Loss and teacher-forced acceptance length against the training step, for any runs.
+"""Loss, teacher-forced acceptance length and, where measured, tau against the training step, for any runs.
+
+Each variant of a fanout has curves of its own.
 
 python -m sweeper.report.curves RUN_DIR... -o curves.png
 """
@@ -8,10 +10,12 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from dflash.events import EVENTS_FILE, EventReader
-from sweeper.measure import Step, steps
+from sweeper.measure import Evaluation, Step, evaluations, finite, steps
 from sweeper.report.table import label, read_json
 
 CURVES = (("loss", "loss (nats a supervised slot)"), ("accept", "teacher-forced acceptance length (tokens)"))
@@ -19,32 +23,56 @@ WINDOW = 8  # steps whose mean is the strong line; the faint one is every step
 STYLES = ("-", "--", "-.", ":")  # runs of one seed lie on each other: each must show
 
 
+@dataclass(frozen=True)
+class Curve:
+    """What is drawn of one variant of one run."""
+
+    name: str
+    done: list[Step]
+    measured: list[Evaluation]
+
+
 def draw(run_dirs: list[Path], out: Path) -> list[str]:
     """Draw the runs' curves into the image `out`; returns the runs that had no steps to draw.
 
     Raises OSError when the image cannot be written and ValueError when no run has steps.
     """
-    found = [(folder, steps(EventReader(folder / EVENTS_FILE).poll())) for folder in run_dirs]
-    empty = [folder.name for folder, done in found if not done]
-    drawn = [(folder, done) for folder, done in found if done]
-    if not drawn:
+    told = {folder: list(EventReader(folder / EVENTS_FILE).poll()) for folder in run_dirs}
+    found = {folder: steps(events) for folder, events in told.items()}
+    empty = [folder.name for folder, variants in found.items() if not variants]
+    having = [folder for folder, variants in found.items() if variants]
+    if not having:
         raise ValueError("none of these runs has steps")
+    drawn = [
+        Curve(f"{name} {variant}".rstrip(), done, [e for e in evaluations(told[folder]) if e.variant == variant])
+        for folder, name in zip(having, _names(having), strict=True)
+        for variant, done in found[folder].items()
+    ]
 
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    names = _names([folder for folder, _ in drawn])
-    figure, axes = pyplot.subplots(1, len(CURVES), figsize=(11, 4.2), layout="constrained")
-    for axis, (name, title) in zip(axes, CURVES, strict=True):
-        for number, (name_of_run, (_, done)) in enumerate(zip(names, drawn, strict=True)):
-            numbers, values = series(done, name)
-            line = axis.plot(numbers, smooth(values), STYLES[number % len(STYLES)], linewidth=1.8, label=name_of_run)[0]
+    measured = any(curve.measured for curve in drawn)
+    columns = len(CURVES) + measured
+    figure, axes = pyplot.subplots(1, columns, figsize=(5.5 * columns, 4.2), layout="constrained")
+    for axis, (name, title) in zip(axes[: len(CURVES)], CURVES, strict=True):
+        for number, curve in enumerate(drawn):
+            numbers, values = series(curve.done, name)
+            style = STYLES[number % len(STYLES)]
+            line = axis.plot(numbers, smooth(values), style, linewidth=1.8, label=curve.name)[0]
             axis.plot(numbers, values, linewidth=0.6, alpha=0.35, color=line.get_color())
-        axis.set_xlabel(f"step (strong line: mean of {WINDOW})")
-        axis.set_title(title, fontsize=10)
-        axis.grid(alpha=0.25)
+        _label(axis, f"step (strong line: mean of {WINDOW})", title)
+    if measured:
+        for curve in drawn:
+            for prompts in dict.fromkeys(e.set for e in curve.measured):
+                points = [e for e in curve.measured if e.set == prompts]
+                bars = [[e.tau - _bound(e, "tau_low") for e in points], [_bound(e, "tau_high") - e.tau for e in points]]
+                legend = f"{prompts} ({curve.name})" if len(drawn) > 1 else prompts
+                axes[-1].errorbar([e.step for e in points], [e.tau for e in points], bars, marker="o", label=legend)
+        _label(axes[-1], "step (bars: 95 %)", "tau (tokens a round, by decoding)")
+        axes[-1].legend(fontsize=8)
     axes[0].set_yscale("log")
     axes[0].legend(fontsize=8)
     try:
@@ -52,6 +80,20 @@ def draw(run_dirs: list[Path], out: Path) -> list[str]:
     finally:
         pyplot.close(figure)
     return empty
+
+
+def _label(axis: Any, below: str, title: str) -> None:
+    axis.set_xlabel(below)
+    axis.set_title(title, fontsize=10)
+    axis.grid(alpha=0.25)
+
+
+def _bound(measured: Evaluation, name: str) -> float:
+    """An end of tau's interval; tau itself where none was told."""
+    bound = finite(measured.told.get(name))
+    if bound is None:
+        return measured.tau
+    return min(bound, measured.tau) if name == "tau_low" else max(bound, measured.tau)
 
 
 def series(done: list[Step], name: str) -> tuple[list[int], list[float]]:
