@@ -12,6 +12,8 @@ from dflash.settings import SettingError
 
 # Name -> module in dflash.commands, in the order of use.
 COMMANDS = {
+    "regenerate": "regenerate",
+    "prepare": "prepare",
     "train": "train",
 }
 

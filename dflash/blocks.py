@@ -13,23 +13,58 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dflash.data.rows import eligible_anchors
+from dflash.data.document import eligible_anchors
 
 
 def sample_anchors(loss_mask: np.ndarray, document: np.ndarray, anchors: int, seed: tuple[int, ...]) -> np.ndarray:
-    """Draw a row's anchors: uniform without replacement from the eligible positions, sorted, padded with -1.
+    """Draw a row's anchors: sorted, padded with -1.
 
-    `loss_mask` bool [S], `document` int [S]; gives int64 [anchors]. The draw depends on `seed` alone, so a row
-    met again in another epoch gets other anchors (section 4.2) and a resumed run gets the same ones. Sorted,
-    because attention tiles are then nearly full (speculators #823); always `anchors` long, because a shape that
-    changes recompiles (TorchSpec BUG34).
+    `loss_mask` bool [S], `document` int [S]; gives int64 [anchors]. The row's documents share its anchors as
+    equally as their eligible positions allow: short ones get all they can, the others what is left. One draw
+    over the whole row would starve short answers next to long ones, and one N a packed row left 85 % of the
+    supervised tokens uncovered elsewhere (speculators #1071). Within a document the draw is uniform, without
+    replacement. It depends on `seed` alone, so a row met again in another epoch gets other anchors (section
+    4.2) and a resumed run gets the same ones. Sorted, because attention tiles are then nearly full (speculators
+    #823); always `anchors` long, because a shape that changes recompiles (TorchSpec BUG34).
     """
     eligible = np.flatnonzero(eligible_anchors(loss_mask, document))
-    count = min(anchors, len(eligible))
-    chosen = np.random.default_rng(seed).choice(eligible, size=count, replace=False)
+    rng = np.random.default_rng(seed)
+    eligible = rng.permutation(eligible)
+    _, owner, available = np.unique(document[eligible], return_inverse=True, return_counts=True)
+    by_owner = np.argsort(owner, kind="stable")
+    rank = np.empty_like(owner)  # place of a position in its document's own random order
+    rank[by_owner] = np.arange(len(owner)) - np.repeat(np.cumsum(available) - available, available)
+    chosen = eligible[rank < _shares(available, anchors, rng)[owner]]
     out = np.full(anchors, -1, dtype=np.int64)
-    out[:count] = np.sort(chosen)
+    out[: len(chosen)] = np.sort(chosen)
     return out
+
+
+def _shares(available: np.ndarray, total: int, rng: np.random.Generator) -> np.ndarray:
+    """`total` split as equally as `available` [D] allows; a rest smaller than the number of takers goes by lot."""
+    shares = np.zeros_like(available)
+    while total and (open_ := np.flatnonzero(shares < available)).size:
+        each = total // len(open_)
+        if not each:
+            shares[rng.permutation(open_)[:total]] += 1
+            break
+        more = np.minimum(available[open_] - shares[open_], each)
+        shares[open_] += more
+        total -= int(more.sum())
+    return shares
+
+
+def coverage(loss_mask: np.ndarray, document: np.ndarray, anchors: np.ndarray, block: int) -> tuple[int, int]:
+    """How many supervised tokens of a row are some slot's label, and how many there are.
+
+    `loss_mask` bool [S], `document` int [S], `anchors` int [N], -1 for an empty block.
+    """
+    start = anchors[anchors >= 0]
+    slots = start[:, None] + np.arange(1, block)
+    inside = slots < len(document)
+    slots = np.where(inside, slots, 0)
+    labelled = inside & loss_mask[slots] & (document[slots] == document[start][:, None])
+    return len(np.unique(slots[labelled])), int(loss_mask.sum())
 
 
 def gamma_for(block: int) -> float:
@@ -94,13 +129,11 @@ def make_blocks(
     )
 
 
-def acceptance_lengths(correct: Tensor, weight: Tensor, anchors: Tensor, block: int) -> Tensor:
-    """Teacher-forced acceptance length of each full block: 1 + the run of right predictions from slot 1.
+def acceptance_lengths(correct: Tensor, block: int) -> Tensor:
+    """Teacher-forced acceptance length of each block: 1 + the run of right predictions from slot 1.
 
-    `correct` bool and `weight` [R, Q]; gives float32 [number of full blocks]. The bonus token is counted, as
-    vLLM and z-lab's script do (facts in docs/TRAINER.md); a slot without label ends the run. It is an upper
-    estimate of what decoding accepts only in so far as the data is the target's own.
+    `correct` float [R, Q], 1 where a slot with a label predicts it and 0 elsewhere; gives float [R, N]. The bonus
+    token is counted, as vLLM and z-lab's script do (facts in docs/TRAINER.md); a slot without label ends the run.
+    It is an upper estimate of what decoding accepts only in so far as the data is the target's own.
     """
-    right = (correct & (weight > 0)).view(*anchors.shape, block)[:, :, 1:]
-    run = right.to(torch.float32).cumprod(-1).sum(-1)
-    return 1.0 + run[anchors >= 0]
+    return 1.0 + correct.unflatten(-1, (-1, block))[..., 1:].cumprod(-1).sum(-1)

@@ -9,10 +9,12 @@ runs with this module before it starts any.
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import types
 import typing
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 COMPILE_STRATEGIES = (
@@ -119,6 +121,10 @@ class Drafter:
                     self.window_layers,
                     f"must be rising layer numbers from 0 to {self.layers - 1}, each once",
                 )
+        if self.init is not None:
+            for name in ("config.json", "model.safetensors"):
+                if not (Path(self.init) / name).is_file():
+                    raise SettingError("drafter.init", self.init, f"must be a drafter's folder, it has no {name}")
         if self.heads and self.kv_heads and self.heads % self.kv_heads:
             raise SettingError("drafter.heads", self.heads, f"must be a multiple of drafter.kv_heads={self.kv_heads}")
         if self.head_dim and self.head_dim % 2:
@@ -319,6 +325,26 @@ class JobSettings:
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
+
+
+def override(values: dict[str, Any], word: str) -> None:
+    """Set `a.b=value` in nested values; the value is JSON where it parses as such, else text.
+
+    Raises SettingError on a word that is not of this form.
+    """
+    key, equals, text = word.partition("=")
+    if not equals or not key:
+        raise SettingError(word, "", "must be KEY=VALUE, such as drafter.block=16")
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = text
+    *sections, name = key.split(".")
+    for section in sections:
+        values = values.setdefault(section, {})
+        if not isinstance(values, dict):
+            raise SettingError(key, text, f"{section} is no section")
+    values[name] = value
 
 
 def _build(cls: type, values: Any, where: str) -> Any:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash.events import EVENTS_FILE, EventWriter
-from dflash.settings import JobSettings, SettingError
+from dflash.settings import JobSettings, SettingError, override
 
 EXIT = {"ok": 0, "failed": 1, "requeue": 75, "interrupted": 143}
 
@@ -33,7 +33,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     values = _read(arguments.spec) if arguments.spec else {"data": {}, "target": {}}
     for word in arguments.settings:
-        _override(values, word)
+        override(values, word)
     job = JobSettings.from_dict(values)
     job.check()
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -72,20 +72,3 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise SettingError("spec", path, "must hold one JSON object")
     return values
-
-
-def _override(values: dict[str, Any], word: str) -> None:
-    """Set `a.b=value` in nested values; the value is JSON where it parses as such, else text."""
-    key, equals, text = word.partition("=")
-    if not equals or not key:
-        raise SettingError(word, "", "must be KEY=VALUE, such as drafter.block=16")
-    try:
-        value = json.loads(text)
-    except ValueError:
-        value = text
-    *sections, name = key.split(".")
-    for section in sections:
-        values = values.setdefault(section, {})
-        if not isinstance(values, dict):
-            raise SettingError(key, text, f"{section} is no section")
-    values[name] = value
