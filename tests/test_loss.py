@@ -203,3 +203,23 @@ def test_logits_far_apart_stay_finite(kind):
     case["head"] *= 300
     got, gradient = _ours(case, Loss(kind=kind, alpha=0.0))
     assert all(torch.isfinite(t).all() for t in (got.total, got.weight_sum, got.losses, gradient))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("kind", LOSSES)
+def test_on_a_gpu_nothing_waits_for_the_device_and_bfloat16_logits_are_float32(kind):
+    case = _case([7] * 20, 500, 3, width=64)
+    case["head"] *= 0.3
+    case = {n: v.bfloat16().double() if v.dtype == torch.float64 else v for n, v in case.items()}
+    case = {n: v.cuda() for n, v in case.items()}
+    case["hidden"].requires_grad_()
+    losses, weights = _reference(case, kind)
+    (expected,) = torch.autograd.grad((losses * weights).sum(), case["hidden"])
+    _ours(case, Loss(kind=kind, chunk=64), torch.bfloat16)  # libraries load
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        got, gradient = _ours(case, Loss(kind=kind, chunk=64), torch.bfloat16)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.allclose(got.losses.double(), losses, rtol=1e-4, atol=1e-4)
+    assert (gradient.double() / 3 - expected).norm() < 0.01 * expected.norm()

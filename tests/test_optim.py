@@ -144,3 +144,26 @@ def test_a_state_of_another_drafter_is_refused():
     master = Master(_parameters(), Optim())
     with pytest.raises(ValueError, match="with 31 weights"):
         master.load(Master(_parameters()[:2], Optim()).state())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_nothing_waits_for_the_device_and_steps_are_those_of_the_cpu():
+    here = _parameters(torch.bfloat16)
+    there = [torch.nn.Parameter(p.detach().cuda()) for p in here]
+    mine, theirs = Master(here, Optim()), Master(there, Optim())
+    for step in range(6):
+        _grow(here, step)
+        for p, q in zip(here, there, strict=True):
+            q.grad = p.grad.cuda()
+        mine.step(mine.gradient(), 1e-3)
+        torch.cuda.set_sync_debug_mode("error" if step else "default")  # in the first one libraries load
+        try:
+            theirs.step(theirs.gradient(), 1e-3)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert torch.allclose(theirs.state()["master"].cpu(), mine.state()["master"], rtol=1e-5, atol=1e-6)
+    assert theirs.state()["step"].item() == 6
+
+    again = Master([torch.nn.Parameter(torch.zeros_like(p)) for p in there], Optim())
+    again.load({name: value.cpu() for name, value in theirs.state().items()})  # as read from a file
+    assert all(torch.equal(again.state()[name], value) for name, value in theirs.state().items())
