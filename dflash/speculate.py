@@ -22,6 +22,7 @@ from torch.nn.functional import embedding, linear
 from transformers.cache_utils import Cache, DynamicLayer
 
 from dflash.settings import SettingError
+from dflash.target import decoder_layers
 
 KeysValues = tuple[Tensor, Tensor]
 
@@ -208,7 +209,8 @@ class _Reader:
     @contextmanager
     def tapping(self) -> Iterator[None]:
         """Keep the taps' outputs of every pass, as training does: a tap is a decoder layer's output."""
-        layers, handles = decoder_layers(self.model), []
+        _, layers = decoder_layers(self.model.get_decoder(), self.config.num_hidden_layers)
+        handles = []
         for tap in self.speculation.taps if self.speculation else ():
 
             def keep(module: nn.Module, args: Any, output: Any, tap: int = tap) -> None:
@@ -278,15 +280,6 @@ class _Reader:
         if not kinds:
             return added(near)
         return {kind: added(near if kind == "sliding_attention" else seen) for kind in set(kinds)}
-
-
-def decoder_layers(model: Any) -> nn.ModuleList:
-    """The decoder layers of a causal LM of transformers."""
-    depth = model.config.get_text_config().num_hidden_layers
-    for child in model.get_decoder().children():
-        if isinstance(child, nn.ModuleList) and len(child) == depth:
-            return child
-    raise SettingError("target.model", type(model).__name__, "must keep its decoder layers in one module list")
 
 
 def check_target(model: Any) -> Any:

@@ -86,7 +86,7 @@ class Target:
 
         Over several devices it is spread layer by layer. It passes through host memory, once.
         """
-        return cls.from_model(_pretrained(target, devices[0]), target.taps, devices, whole)
+        return cls.from_model(pretrained(target, devices[0]), target.taps, devices, whole)
 
     @classmethod
     def ends(cls, target: settings.Target, device: torch.device, whole: bool = False) -> Target:
@@ -95,7 +95,7 @@ class Target:
         One layer is read beside them, whatever the target's size; it is not kept. Raises SettingError.
         """
         outline = cls.outline(target, device, whole)
-        model = _pretrained(target, device, layers=1)
+        model = pretrained(target, device, layers=1)
         embedding = model.get_input_embeddings().weight.detach().to(device)
         tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
         head = embedding if tied else model.get_output_embeddings().weight.detach().to(device)
@@ -124,7 +124,7 @@ class Target:
         """Take over a causal LM of transformers, cut behind its last tap unless `whole`; raises SettingError."""
         config = model.config.get_text_config()
         body = model.get_decoder()
-        name, layers = _decoder_layers(body, config.num_hidden_layers)
+        name, layers = decoder_layers(body, config.num_hidden_layers)
         depth = len(layers)
         _check_taps(taps, depth)
         taps = default_taps(depth) if taps is None else list(taps)
@@ -271,7 +271,7 @@ def _places(
             yield child, devices[-1] if child is norm else devices[0]
 
 
-def _pretrained(target: settings.Target, device: torch.device, layers: int | None = None) -> Any:
+def pretrained(target: settings.Target, device: torch.device, layers: int | None = None) -> Any:
     """The causal LM of transformers in host memory, or its first `layers`; raises SettingError."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
@@ -318,7 +318,8 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
     return {"auto": auto, "float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
-def _decoder_layers(body: nn.Module, depth: int) -> tuple[str, nn.ModuleList]:
+def decoder_layers(body: nn.Module, depth: int) -> tuple[str, nn.ModuleList]:
+    """A decoder's list of `depth` layers and its name there; raises SettingError."""
     for name, child in body.named_children():
         if isinstance(child, nn.ModuleList) and len(child) == depth:
             return name, child
