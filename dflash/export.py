@@ -71,7 +71,7 @@ def load_drafter(
     return drafter.eval().requires_grad_(False), released.mask_token, released.taps
 
 
-def read_weights(folder: Path, geometry: Geometry, setting: str) -> dict[str, torch.Tensor]:
+def read_weights(folder: Path | str, geometry: Geometry, setting: str) -> dict[str, torch.Tensor]:
     """The weights of a folder in z-lab's format, on the CPU as they were saved.
 
     Raises SettingError, naming `setting`, unless exactly the tensors of `geometry` are there: servers ignore a

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,9 @@ from dflash.data.tokens import resolve_mask_token
 from dflash.devices import Placement
 from dflash.drafter import Drafter, Geometry
 from dflash.events import EVENTS_FILE, EventWriter
-from dflash.export import export_drafter
+from dflash.export import export_drafter, read_weights
 from dflash.failure import report_failure
+from dflash.geometry import starting_mask_token, starting_taps
 from dflash.models import folder
 from dflash.pipeline.average import Averager, PeerLost, ProcessAverager, ThreadAverager
 from dflash.pipeline.batch import BatchSource
@@ -49,6 +50,7 @@ def train(job: JobSettings, placement: Placement, out: Path, events: EventWriter
 
     Raises SettingError before any training when the settings do not fit the machine, the data or the target.
     """
+    job = replace(job, target=replace(job.target, taps=starting_taps(job)))
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     run = _train_in_threads if job.isolation == "threads" else _train_in_processes
@@ -296,7 +298,7 @@ def _plan(job: JobSettings, target: Target, out: Path, events: EventWriter) -> P
         local_files_only=True,
         trust_remote_code=job.target.trust_remote_code,
     )
-    mask_token = resolve_mask_token(job.drafter.mask_token, tokenizer, target.vocab_size)
+    mask_token = resolve_mask_token(starting_mask_token(job.drafter), tokenizer, target.vocab_size)
 
     def progress(done: int, total: int) -> None:
         events.emit("progress", what="bytes of data", done=done, total=total)
@@ -320,10 +322,13 @@ def _make_drafter(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(job.seed)
         drafter = Drafter(plan.geometry, strategy.prepare, strategy.attend)
-    # Logits begin with a spread of at most 1. A target that ties head and embedding has a head so large that
-    # the drafter would otherwise begin by being sure of the mask token (loss 97 on SmolLM2 instead of 12).
-    spread = target.head.float().pow(2).mean().sqrt().item() * target.hidden_size**0.5
-    torch.nn.init.constant_(drafter.norm.weight, min(1.0, 1 / spread))
+    if job.drafter.init is not None:
+        drafter.load_state_dict(read_weights(job.drafter.init, plan.geometry, "drafter.init"))
+    else:
+        # Logits begin with a spread of at most 1. A target that ties head and embedding has a head so large that
+        # the drafter would otherwise begin by being sure of the mask token (loss 97 on SmolLM2 instead of 12).
+        spread = target.head.float().pow(2).mean().sqrt().item() * target.hidden_size**0.5
+        torch.nn.init.constant_(drafter.norm.weight, min(1.0, 1 / spread))
     ends = FrozenEnds(target.embedding.to(device), target.embedding_scale, target.head.to(device), plan.mask_token)
     return drafter.to(device=device, dtype=ends.head.dtype), ends
 

@@ -1,5 +1,8 @@
 """The drafter on a packed row equals the drafter asked one block at a time, as decoding asks it."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 import torch
 from small_drafter import SHAPE, make
@@ -7,6 +10,8 @@ from small_drafter import SHAPE, make
 from dflash import settings
 from dflash.attention import DFlashMask
 from dflash.drafter import Geometry
+from dflash.export import export_drafter
+from dflash.geometry import starting_mask_token, starting_taps
 from dflash.settings import SettingError
 
 
@@ -118,3 +123,54 @@ def test_only_the_chosen_layers_have_the_window():
 def test_a_geometry_that_does_not_fit_the_target_is_refused_by_name(wish, text):
     with pytest.raises(SettingError, match=text):
         Geometry.settle(wish, SHAPE)
+
+
+@pytest.fixture
+def released(tmp_path):
+    """The folder of a drafter to start from."""
+    export_drafter(make(4, 6, [0, 2]).float(), SHAPE, 49, tmp_path)
+    return str(tmp_path)
+
+
+def job(**drafter):
+    return settings.JobSettings(
+        data=settings.Data(path="x"), target=settings.Target(model="m"), drafter=settings.Drafter(**drafter)
+    )
+
+
+def test_a_drafter_started_from_another_has_its_geometry_taps_and_mask_token(released):
+    wish = settings.Drafter(layers=3, block=6, init=released)
+    wish.check()
+    target = SimpleNamespace(**{**vars(SHAPE), "rope_theta": 500.0, "rms_norm_eps": 1e-3, "num_attention_heads": 2})
+    assert Geometry.settle(wish, target) == replace(make(4, 6, [0, 2]).geometry, block=6)
+    assert starting_taps(job(init=released)) == [1, 2, 3]
+    assert starting_mask_token(wish) == 49
+    assert starting_mask_token(replace(wish, mask_token=7)) == 7
+    assert (starting_taps(job()), starting_mask_token(settings.Drafter())) == (None, None)
+    variants = job()
+    variants.fanout = {"new": {}, "old": {"drafter": {"layers": 3, "init": released}}}
+    assert starting_taps(variants) == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("wish", "target", "text"),
+    [
+        ({"layers": 2}, {}, "drafter.layers=2: must be 3, as in drafter.init="),
+        ({"heads": 2}, {}, "drafter.heads=2: must be 4"),
+        ({"window": 9}, {}, "drafter.window=9: must be 6"),
+        ({"window": 6, "window_layers": [1]}, {}, r"drafter.window_layers=\[1\]: must be \[0, 2\]"),
+        ({"block": 7}, {}, "drafter.block=7: must not exceed 6"),
+        ({}, {"taps": [0, 2, 3]}, r"target.taps=\[0, 2, 3\]: must be \[1, 2, 3\]"),
+        ({}, {"hidden_size": 32}, "drafter.init=.*: has hidden size 24, the target has 32"),
+    ],
+)
+def test_settings_that_contradict_the_drafter_to_start_from_are_refused(released, wish, target, text):
+    with pytest.raises(SettingError, match=text):
+        Geometry.settle(
+            settings.Drafter(**{"layers": 3, "init": released} | wish), SimpleNamespace(**vars(SHAPE) | target)
+        )
+
+
+def test_a_folder_without_a_drafter_is_refused_before_any_work(tmp_path):
+    with pytest.raises(SettingError, match=r"drafter\.init=.*has no config\.json"):
+        settings.Drafter(init=str(tmp_path)).check()
