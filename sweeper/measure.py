@@ -15,6 +15,7 @@ from typing import Any
 ENDS = 10  # steps averaged into loss_first, loss_last, accept_first and accept_last
 SERIES = ("loss", "accept", "accuracy", "coverage", "anchors", "lr", "grad_norm", "queue_bytes")
 SLOTS = ("loss_at", "accuracy_at")  # lists by slot of a block, from slot 1
+MEASURED = ("tau", "tau_low", "tau_high", "tau_untrained", "n", "temperature", "block", "max_new")
 SIDES = ("target", "drafter")
 
 
@@ -58,7 +59,7 @@ class Learnt:
 
     loss_*, accept_*: mean over the first and the last `ENDS` steps that have the value, or all if fewer.
     coverage_mean: share of the supervised tokens that were labels; anchors_mean: blocks a step. tau: acceptance
-    length by decoding, {prompt set: as last measured}.
+    length by decoding with its conditions, {prompt set: the numbers MEASURED, as told last}.
     """
 
     loss_first: float | None = None
@@ -67,7 +68,7 @@ class Learnt:
     accept_last: float | None = None
     coverage_mean: float | None = None
     anchors_mean: float | None = None
-    tau: dict[str, float] = field(default_factory=dict)
+    tau: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,7 +255,7 @@ def _learnt(done: list[Step], measured: list[Evaluation]) -> Learnt:
         accept_last=_mean(accept[-ENDS:]),
         coverage_mean=_mean(coverage),
         anchors_mean=_mean(anchors),
-        tau={e.set: e.tau for e in measured},
+        tau={e.set: {name: n for name, n in _numbers(e.told).items() if name in MEASURED} for e in measured},
     )
 
 

@@ -47,7 +47,7 @@ STATUS = {"ok": "FINISHED", "degraded": "FINISHED", "skipped": "FINISHED", "kill
 EVAL_FILE = "eval.csv"
 # Points a series has at most, about: a long run must not fill the store with rows, nor the UI with details.
 POINTS, DETAIL_POINTS = 10_000, 200
-MEASURED = ("tau", "tau_low", "tau_high", "tau_untrained", "distinct4", "speedup")
+EVALUATED = ("tau", "tau_low", "tau_high", "tau_untrained", "distinct4", "speedup")
 WRITTEN = ("t", "event", "pid", "thread", "nonfinite")  # what the writer adds to an event of its own
 HEADLINES = ("ktok_s", "time_to_first_step_s", "compile_s")
 TAGS = ("wheel", "cache", "compile", "split", "isolation")
@@ -80,7 +80,7 @@ class _Job:
                 if step.step > after.get(variant, 0):
                     found += _metrics(_told(step) | speed.get(step.step, {}), step.t, step.step, variant)
         for one in self.evaluations[evaluated:]:
-            told = {name: value for name in MEASURED if (value := finite(one.told.get(name))) is not None}
+            told = {name: value for name in EVALUATED if (value := finite(one.told.get(name))) is not None}
             values = {f"{name}/{_part(one.set)}": value for name, value in told.items()}
             found += _metrics(values, one.t, one.step, one.variant)
         return found

@@ -91,9 +91,15 @@ def test_the_stream_of_a_fanout_counts_once_and_each_variant_learns_for_itself()
 
 def test_tau_is_the_last_of_each_set() -> None:
     told = [evaluated(12, 1.8, at=300), evaluated(6, 1.4, at=100), evaluated(6, 1.2, "humaneval")]
-    assert figures(events() + told).tau == {"gsm8k": 1.8, "humaneval": 1.2}
+    found = figures(events() + told).tau
+    assert {name: measured["tau"] for name, measured in found.items()} == {"gsm8k": 1.8, "humaneval": 1.2}
+    assert {name: found["gsm8k"][name] for name in ("n", "temperature", "block")} == {
+        "n": 32,
+        "temperature": 0,
+        "block": 8,
+    }
     several = figures([*fanout(events(), "a", "b"), evaluated(12, 1.8, variant="b"), evaluated(12, 1.6, variant="a")])
-    assert {name: learnt.tau for name, learnt in several.variants.items()} == {"a": {"gsm8k": 1.6}, "b": {"gsm8k": 1.8}}
+    assert {name: learnt.tau["gsm8k"]["tau"] for name, learnt in several.variants.items()} == {"a": 1.6, "b": 1.8}
 
 
 def test_coverage_and_anchors_are_means() -> None:
@@ -166,8 +172,8 @@ def test_rubbish_never_raises_and_never_gives_rubbish(told: list[dict]) -> None:
     found = figures(told).to_dict()
     json.dumps(found, allow_nan=False)
     learnt = {f"{v}.{name}": value for v, one in found.pop("variants").items() for name, value in one.items()}
-    taus = [tau for name in list(found | learnt) if name.endswith("tau") for tau in (found | learnt)[name].values()]
-    assert all(math.isfinite(tau) for tau in taus)
+    taus = [sets for name, sets in (found | learnt).items() if name.endswith("tau")]
+    assert all(math.isfinite(number) for sets in taus for told in sets.values() for number in told.values())
     for name, value in {n: v for n, v in (found | learnt).items() if not n.endswith("tau")}.items():
         assert value is None or (isinstance(value, int | float) and math.isfinite(value)), name
     assert found["ktok_s"] is None or found["ktok_s"] > 0

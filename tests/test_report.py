@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from made_up import add_events, events, proof, write_run
+from made_up import add_events, evaluated, events, fanout, proof, write_run
 
 from sweeper.report import curves
 from sweeper.report.table import median_interval, render, rows
@@ -79,6 +79,49 @@ def test_mixed_cache_states_show(tmp_path: Path) -> None:
     assert "cache.warm_missed" in render([row], 100)
 
 
+def test_tau_is_a_column_where_it_was_measured(tmp_path: Path) -> None:
+    told = [[*events(), evaluated(12, tau, at=99)] for tau in (1.5, 1.7, 1.9)]
+    measured = [write_run(tmp_path, LOCKED, repeat=r, told=one) for r, one in enumerate(told, 1)]
+    plain = write_run(tmp_path, UNLOCKED)
+    assert "tau" not in render(rows([plain]))
+    head, locked, unlocked, *notes = render(rows([*measured, plain])).splitlines()
+    assert "tau" in head
+    assert "1.70 [1.50, 1.90]" in locked
+    assert " -" in unlocked
+    assert not any("loss" in line for line in notes), "one set needs no second table"
+    assert "tau on gsm8k: 32 prompts, T=0, block 8, at most 128 tokens, untrained 1" in notes
+
+
+def test_several_sets_and_variants_are_told_apart_below(tmp_path: Path) -> None:
+    told = [*events(), evaluated(12, 1.5, "gsm8k"), evaluated(12, 2.5, "humaneval")]
+    text = render(rows([write_run(tmp_path, LOCKED, told=told)]))
+    assert "2.00" in text.splitlines()[1], "the mean of the sets"
+    assert text.splitlines()[3].split() == ["loss", "accept", "tau", "gsm8k", "tau", "humaneval"]
+    assert text.splitlines()[4].split() == ["3.500", "1.375", "1.50", "2.50"]
+    told = [*fanout(events(), "b8", "b16"), evaluated(12, 1.5, variant="b8"), evaluated(12, 1.6, variant="b16")]
+    text = render(rows([write_run(tmp_path, UNLOCKED, told=told)]))
+    found = [line.split() for line in text.splitlines()]
+    assert ["b8", "3.500", "1.375", "1.50"] in found
+    assert ["b16", "4.000", "1.375", "1.60"] in found
+
+
+@pytest.mark.parametrize(
+    ("waited", "said"),
+    [
+        ((0.05, 0.6), "targets are the slower side: compile=locked cache=cold: "),
+        ((0.7, 0.1), "drafters are the slower side: compile=locked cache=cold: "),
+        ((0.5, 0.4), ""),
+        ((0.01, 0.1), ""),
+    ],
+)
+def test_the_side_that_starves_is_told_when_clear(tmp_path: Path, waited: tuple[float, float], said: str) -> None:
+    waits = {"wait_s": dict(zip(("target0", "drafter0"), waited, strict=True))}
+    told = [e | waits if e["event"] == "step" else e for e in events()]
+    text = render(rows([write_run(tmp_path, {"compile": "locked", "cache": "cold"}, told=told)]))
+    numbers = f"targets waited {waited[0]:.0%} of the window for room, drafters {waited[1]:.0%} for batches"
+    assert (f"{said}{numbers}" in text) if said else ("slower" not in text)
+
+
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=40))
 def test_interval_holds_the_median_within_the_values(values: list[float]) -> None:
     found = median_interval(values)
@@ -113,6 +156,11 @@ def test_curves_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     out = tmp_path / "curves.png"
     assert curves.main([*map(str, folders), "-o", str(out)]) == 0
     assert out.read_bytes().startswith(b"\x89PNG")
+    told = [*fanout(events(), "b8", "b16"), evaluated(6, 1.5, variant="b8"), evaluated(12, 1.8, variant="b8")]
+    wider = tmp_path / "wider.png"
+    assert curves.main([str(write_run(tmp_path, {"compile": "whole"}, told=told)), "-o", str(wider)]) == 0
+    widths = [int.from_bytes(image.read_bytes()[16:20]) for image in (out, wider)]
+    assert widths[1] == 1.5 * widths[0], "a third panel, for tau"
     assert folders[1].name in capsys.readouterr().err
     assert curves.main([str(folders[1]), "-o", str(out)]) == 2
     assert "none of these runs has steps" in capsys.readouterr().err

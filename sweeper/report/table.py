@@ -5,6 +5,9 @@ runs on, a distribution-free interval of the median, the narrowest pair of order
 95 %; below six runs no pair does, and the bracket is the range, which holds it with 75 % (three runs), 87.5 %
 (four) or 93.8 % (five). Two runs show their range, one none. Source of the interval: the sign test, as in
 Conover, Practical Nonparametric Statistics, section 3.2.
+
+tau in the table is a run's mean over its prompt sets. Where there are several sets, or variants of a fanout, a
+second table tells them apart.
 """
 
 from __future__ import annotations
@@ -22,6 +25,15 @@ from sweeper.measure import finite
 
 ENDED = ("ok", "degraded")
 CONFIDENCE = 0.95
+# What a tau means nothing without, in words.
+CONDITIONS = {
+    "n": "{} prompts",
+    "temperature": "T={}",
+    "block": "block {}",
+    "max_new": "at most {} tokens",
+    "tau_untrained": "untrained {}",
+}
+CLEAR_WAIT = 0.25  # share of the window from which waiting is told
 
 
 def rows(run_dirs: Iterable[Path]) -> list[dict[str, Any]]:
@@ -30,9 +42,10 @@ def rows(run_dirs: Iterable[Path]) -> list[dict[str, Any]]:
     counted in the field `unreadable` of the first row.
 
     A row: cell {factor: level}, label, n, runs [directory], verdicts {verdict: count}, ktok_s,
-    time_to_first_step_s, compile_s, peak_bytes (each {median, low, high, coverage, n}, or None), cache
-    {proved state: count}, signatures {cause: count}, failures [{label, repeat, verdict, cause, fingerprint,
-    reason, evidence, holders, dir}].
+    time_to_first_step_s, compile_s, peak_bytes, tau, targets_waited, drafters_waited (each {median, low, high,
+    coverage, n}, or None), cache {proved state: count}, signatures {cause: count}, learnt {variant, "" without
+    fanout: {loss, accept, tau {set: ...}}}, conditions {set: {condition: [value]}}, failures [{label, repeat,
+    verdict, cause, fingerprint, reason, evidence, holders, dir}].
     """
     latest: dict[tuple[str, Any], tuple[Path, dict[str, Any], dict[str, Any]]] = {}
     unreadable = 0
@@ -65,7 +78,8 @@ def render(table: list[dict[str, Any]], width: int | None = None) -> str:
     for factor in factors or ["cell"]:
         shown.add_column(factor, overflow="fold")
     shown.add_column("verdicts", overflow="fold")
-    for head in ("Ktok/s", "first step s", "compile s", "peak GB"):
+    with_tau = any(row["tau"] for row in table)
+    for head in ("Ktok/s", "first step s", "compile s", "peak GB", *(["tau"] if with_tau else [])):
         shown.add_column(head, justify="right", no_wrap=True)
     shown.add_column("cache proved", overflow="fold")
     causes = [cause for row in table for cause in row["signatures"]]
@@ -77,15 +91,43 @@ def render(table: list[dict[str, Any]], width: int | None = None) -> str:
             _figure(row["time_to_first_step_s"], 1),
             _figure(row["compile_s"], 1),
             _figure(row["peak_bytes"], 2, 1e9),
+            *([_figure(row["tau"], 2)] if with_tau else []),
         ]
         counts = [_counted(row["verdicts"]), *figures, _counted(row["cache"]), _counted(row["signatures"])]
         shown.add_row(*levels, *counts)
     out = StringIO()
     console = Console(file=out, width=width or 140, color_system=None, highlight=False, markup=False)
     console.print(shown)
+    if any(set(row["learnt"]) - {""} or len(_sets([row])) > 1 for row in table):
+        console.print()
+        console.print(_learnt_table(table, factors))
     for note in _notes(table):
         console.print(note, soft_wrap=True)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+
+
+def _learnt_table(table: list[dict[str, Any]], factors: list[str]) -> Any:
+    """A row for each cell and variant: last loss and acceptance, and tau on each set of prompts."""
+    from rich.table import Table
+
+    shown = Table(box=None, pad_edge=False, header_style="bold", collapse_padding=True)
+    sets, with_variants = _sets(table), any(set(row["learnt"]) - {""} for row in table)
+    for head in [*(factors if len(table) > 1 else []), *(["variant"] if with_variants else [])]:
+        shown.add_column(head, overflow="fold")
+    for head in ("loss", "accept", *(f"tau {name}" for name in sets)):
+        shown.add_column(head, justify="right", overflow="fold")
+    for row in table:
+        for variant, learnt in row["learnt"].items():
+            levels = [str(row["cell"].get(f, "-")) for f in factors] if len(table) > 1 else []
+            taus = [_figure(learnt["tau"].get(name), 2) for name in sets]
+            named = [variant or "-"] if with_variants else []
+            shown.add_row(*levels, *named, _figure(learnt["loss"], 3), _figure(learnt["accept"], 3), *taus)
+    return shown
+
+
+def _sets(table: list[dict[str, Any]]) -> list[str]:
+    """The prompt sets on which anything was measured."""
+    return list(dict.fromkeys(name for row in table for learnt in row["learnt"].values() for name in learnt["tau"]))
 
 
 def median_interval(values: list[float]) -> dict[str, Any] | None:
@@ -156,10 +198,45 @@ def _row(runs: list[tuple[Path, dict[str, Any], dict[str, Any]]]) -> dict[str, A
         "time_to_first_step_s": median_interval(_column(ended, "time_to_first_step_s")),
         "compile_s": median_interval(_column(ended, "compile_s")),
         "peak_bytes": median_interval(_column(peaks, "peak")),
+        "tau": median_interval([statistics.fmean(taus.values()) for f in ended if (taus := _taus(f))]),
+        "targets_waited": median_interval(_column(ended, "targets_waited")),
+        "drafters_waited": median_interval(_column(ended, "drafters_waited")),
+        "learnt": _learnt(ended),
+        "conditions": _conditions(ended),
         "cache": dict(Counter(proofs)),
         "signatures": dict(Counter(str(s.get("cause")) for s in signatures)),
         "failures": [_failure(*run) for run in runs if run[2].get("verdict") != "ok"],
     }
+
+
+def _learnt(ended: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """What each variant learnt, over the repeats."""
+    runs = [f.get("variants") or {"": f} for f in ended]
+    found = {}
+    for variant in dict.fromkeys(name for run in runs for name in run):
+        several = [run[variant] for run in runs if variant in run]
+        taus = [_taus(one) for one in several]
+        found[variant] = {
+            "loss": median_interval(_column(several, "loss_last")),
+            "accept": median_interval(_column(several, "accept_last")),
+            "tau": {name: median_interval(_column(taus, name)) for name in dict.fromkeys(n for t in taus for n in t)},
+        }
+    return found
+
+
+def _taus(figures: dict[str, Any]) -> dict[str, float]:
+    return {name: measured["tau"] for name, measured in (figures.get("tau") or {}).items()}
+
+
+def _conditions(ended: list[dict[str, Any]]) -> dict[str, dict[str, list[float]]]:
+    """Under what each set's tau was measured: {set: {condition: its values over runs and variants}}."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for learnt in (one for f in ended for one in (f, *(f.get("variants") or {}).values())):
+        for name, measured in (learnt.get("tau") or {}).items():
+            for condition in CONDITIONS:
+                if (value := finite(measured.get(condition))) is not None:
+                    found.setdefault(name, {}).setdefault(condition, []).append(value)
+    return found
 
 
 def _failure(folder: Path, run: dict[str, Any], verdict: dict[str, Any]) -> dict[str, Any]:
@@ -205,6 +282,31 @@ def _counted(counts: dict[str, int]) -> str:
     return ", ".join(f"{count} {name}" if sum(counts.values()) > 1 else name for name, count in counts.items())
 
 
+def _starving(row: dict[str, Any], where: str) -> list[str]:
+    """Which side stood waiting for the other, where that is clear."""
+    if not row["targets_waited"] or not row["drafters_waited"]:
+        return []
+    targets, drafters = row["targets_waited"]["median"], row["drafters_waited"]["median"]
+    if max(targets, drafters) < CLEAR_WAIT or min(targets, drafters) > max(targets, drafters) / 2:
+        return []
+    slower = "drafters" if targets > drafters else "targets"
+    told = f"targets waited {targets:.0%} of the window for room, drafters {drafters:.0%} for batches"
+    return [f"{slower} are the slower side: {where}: {told}"]
+
+
+def _measured(table: list[dict[str, Any]]) -> list[str]:
+    """The conditions of tau, a line for each set of prompts; a range where they differ."""
+    notes = []
+    for name in _sets(table):
+        told = []
+        for condition, words in CONDITIONS.items():
+            values = [value for row in table for value in row["conditions"].get(name, {}).get(condition, [])]
+            ends = [f"{value:.4g}" for value in (min(values), max(values))] if values else []
+            told += [words.format(" to ".join(dict.fromkeys(ends)))] if ends else []
+        notes.append(f"tau on {name}: {', '.join(told)}")
+    return notes
+
+
 def _notes(table: list[dict[str, Any]]) -> list[str]:
     notes = []
     factors = _factors(table)
@@ -215,6 +317,8 @@ def _notes(table: list[dict[str, Any]]) -> list[str]:
             reason = " ".join((failure["reason"] or failure["evidence"]).split())[:300]
             notes.append(f"{failure['verdict']}: {where} r{failure['repeat']}:{signature} {reason}".rstrip())
             notes += [f"    flag held by {holder}" for holder in failure["holders"][:3]]
+        notes += _starving(row, where)
+    notes += _measured(table)
     coverages = {row["ktok_s"]["n"]: row["ktok_s"]["coverage"] for row in table if row["ktok_s"]}
     told = [f"{c:.1%} at n={n}" for n, c in sorted(coverages.items()) if c is not None]
     if told:
