@@ -3,59 +3,52 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 
 from dflash.attention import attend_dense, visible
+from dflash.card import card
 from dflash.drafter import Drafter
-from dflash.geometry import CONFIG_FILE, WEIGHTS_FILE, Geometry, Released
+from dflash.geometry import CONFIG_FILE, WEIGHTS_FILE, Geometry, Released, to_config
 from dflash.settings import SettingError
 from dflash.target import Target
 
+FACTS_FILE, CARD_FILE = "facts.json", "README.md"
 
-def export_drafter(drafter: Drafter, target: Target, mask_token: int, folder: Path) -> None:
-    """Write config.json and model.safetensors (bfloat16; no embedding, no head: they are the target's)."""
-    g = drafter.geometry
+
+def export_drafter(
+    drafter: Drafter, target: Target, mask_token: int, folder: Path, facts: Mapping[str, Any] | None = None
+) -> None:
+    """Write a drafter in z-lab's format with its card; `facts` is what `dflash.card` tells of. Raises OSError."""
+    config = to_config(drafter.geometry, target, mask_token)
+    write(folder, config, drafter.state_dict(), {"target_architectures": target.architectures, **(facts or {})})
+
+
+def write(folder: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+    """Write config.json, model.safetensors (bfloat16; no embedding, no head: they are the target's), facts and card.
+
+    A file is replaced whole, and config.json comes last: a folder that was never finished has none.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    config = {
-        "architectures": ["DFlashDraftModel"],
-        "model_type": "qwen3",
-        "block_size": g.block,
-        # Newer releases read the block size here, older ones above.
-        "dflash_config": {
-            "mask_token_id": mask_token,
-            "target_layer_ids": list(target.taps),
-            "block_size": g.block,
-        },
-        "num_target_layers": target.num_layers,
-        "num_hidden_layers": g.layers,
-        "hidden_size": g.hidden,
-        "intermediate_size": g.intermediate,
-        "num_attention_heads": g.heads,
-        "num_key_value_heads": g.kv_heads,
-        "head_dim": g.head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": g.norm_eps,
-        "attention_bias": False,
-        "rope_theta": g.rope_theta,
-        "rope_scaling": None,
-        "rope_parameters": {"rope_type": "default", "rope_theta": g.rope_theta},
-        "max_position_embeddings": target.max_positions,
-        "layer_types": ["full_attention" if w is None else "sliding_attention" for w in g.windows],
-        "sliding_window": g.window,
-        "use_sliding_window": g.window is not None,
-        "is_causal": False,  # inside a block every slot sees every other, also under a window
-        "max_window_layers": g.layers,
-        "vocab_size": target.vocab_size,
-        "tie_word_embeddings": False,
-        "dtype": "bfloat16",
-    }
-    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
-    tensors = {name: t.detach().to("cpu", torch.bfloat16).contiguous() for name, t in drafter.state_dict().items()}
-    save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    tensors = {name: t.detach().to("cpu", torch.bfloat16).contiguous() for name, t in weights.items()}
+    part = folder / f".{WEIGHTS_FILE}"
+    save_file(tensors, part, metadata={"format": "pt"})
+    os.replace(part, folder / WEIGHTS_FILE)
+    for name, text in {
+        FACTS_FILE: json.dumps(facts, indent=2) + "\n",
+        CARD_FILE: card(config, facts),
+        CONFIG_FILE: json.dumps(config, indent=2) + "\n",
+    }.items():
+        part = folder / f".{name}"
+        part.write_text(text)
+        os.replace(part, folder / name)
 
 
 def load_drafter(
@@ -71,7 +64,7 @@ def load_drafter(
     return drafter.eval().requires_grad_(False), released.mask_token, released.taps
 
 
-def read_weights(folder: Path | str, geometry: Geometry, setting: str) -> dict[str, torch.Tensor]:
+def read_weights(folder: Path | str, geometry: Geometry, setting: str) -> dict[str, Tensor]:
     """The weights of a folder in z-lab's format, on the CPU as they were saved.
 
     Raises SettingError, naming `setting`, unless exactly the tensors of `geometry` are there: servers ignore a

@@ -29,6 +29,10 @@ class Sizes(Protocol):
     rope_theta: float
     rms_norm_eps: float
     taps: list[int]
+    num_layers: int
+    vocab_size: int
+    max_positions: int
+    embedding_scale: float
 
 
 @dataclass(frozen=True)
@@ -142,6 +146,46 @@ class Released:
             raise SettingError(
                 setting, folder, f"must hold a DFlash drafter in z-lab's format; {CONFIG_FILE} lacks or garbles {error}"
             ) from None
+
+
+def to_config(geometry: Geometry, target: Sizes, mask_token: int) -> dict[str, Any]:
+    """The config.json of a drafter; what both older and newer readers look for is written in both their places."""
+    g = geometry
+    special: dict[str, Any] = {
+        "mask_token_id": mask_token,
+        "target_layer_ids": list(target.taps),
+        "block_size": g.block,
+    }
+    if target.embedding_scale != 1:
+        special["input_embedding_scale"] = target.embedding_scale
+    return {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "block_size": g.block,
+        "dflash_config": special,
+        "num_target_layers": target.num_layers,
+        "num_hidden_layers": g.layers,
+        "hidden_size": g.hidden,
+        "intermediate_size": g.intermediate,
+        "num_attention_heads": g.heads,
+        "num_key_value_heads": g.kv_heads,
+        "head_dim": g.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": g.norm_eps,
+        "attention_bias": False,
+        "rope_theta": g.rope_theta,
+        "rope_scaling": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": g.rope_theta},
+        "max_position_embeddings": target.max_positions,
+        "layer_types": ["full_attention" if w is None else "sliding_attention" for w in g.windows],
+        "sliding_window": g.window,
+        "use_sliding_window": g.window is not None,
+        "is_causal": False,  # inside a block every slot sees every other, also under a window
+        "max_window_layers": g.layers,
+        "vocab_size": target.vocab_size,
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+    }
 
 
 def starting_taps(job: JobSettings) -> list[int] | None:

@@ -69,6 +69,7 @@ class Target:
     rms_norm_eps: float
     rope_theta: float
     max_positions: int
+    architectures: list[str]  # the target's class in transformers, as its configuration names it
 
     @property
     def device(self) -> torch.device:
@@ -159,6 +160,7 @@ class Target:
             rms_norm_eps=_first(config, "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"),
             rope_theta=_rope_theta(config),
             max_positions=config.max_position_embeddings,
+            architectures=[type(model).__name__],
         )
 
     def replica(self, devices: Sequence[torch.device]) -> Target:

@@ -20,6 +20,8 @@ SHAPE = SimpleNamespace(
     num_layers=6,
     vocab_size=50,
     max_positions=128,
+    embedding_scale=1.0,
+    architectures=["LlamaForCausalLM"],
 )
 
 

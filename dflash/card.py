@@ -1,0 +1,107 @@
+"""The model card of an exported drafter: what it is for, what it learnt from, what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+# What training may tell, and how the card calls it; in the card's order.
+TRAINING = {
+    "data": "data",
+    "documents": "documents",
+    "tokens": "tokens of data",
+    "supervised": "supervised tokens",
+    "init": "started from",
+    "steps": "steps",
+    "trained_tokens": "context tokens trained on",
+    "loss_kind": "loss",
+    "loss": "loss at the end",
+    "accept": "teacher-forced acceptance length at the end (training data, bonus token included)",
+    "lr": "learning rate",
+    "seed": "seed",
+}
+
+
+def card(config: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
+    """Markdown from a drafter's config.json and the facts that its training left; what is unknown is left out.
+
+    `facts`: target (its name), target_architectures, the keys of TRAINING, and eval, a list of `eval` events
+    (dflash/events.py). A folder of this machine is named by its last part alone.
+    """
+    special = config["dflash_config"]
+    target = _name(facts.get("target", "its target"))
+    base = facts.get("target")
+    sizes = {
+        "layers": config["num_hidden_layers"],
+        "block size": f"{special['block_size']} (the last token and {special['block_size'] - 1} drafted ones)",
+        "taps": f"outputs of the target's decoder layers {_listed(special['target_layer_ids'])}, counted from 0",
+        "mask token": f"id {special['mask_token_id']} of the target's embedding",
+        "window": f"{config['sliding_window']} tokens, in layers {_listed(_sliding(config))}"
+        if config["sliding_window"]
+        else "none",
+        "hidden size": config["hidden_size"],
+    }
+    told = {name: _told(facts[key]) for key, name in TRAINING.items() if facts.get(key) is not None}
+    parts = [
+        _front(base if base and not Path(base).is_absolute() else None),
+        f"# DFlash drafter for {target}",
+        f"Drafts blocks of tokens for speculative decoding with {target} (DFlash, arXiv 2602.06036). It reads hidden "
+        "states of that target and is of no use with another.",
+        _table(sizes),
+    ]
+    if told:
+        parts += ["## Training", _table(told)]
+    parts += ["## Acceptance length", _measured(facts.get("eval") or [])]
+    parts += [
+        "## Licence",
+        f"This folder holds neither embedding nor head: both are those of {target}, whose licence applies to them. "
+        "Whoever publishes this drafter states its own licence, with regard to the target's and the data's.",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _front(base: str | None) -> str:
+    lines = ["---", "tags:", "- dflash", "- speculative-decoding"]
+    return "\n".join([*lines, *([f"base_model: {base}"] if base and "/" in base else []), "---"])
+
+
+def _measured(figures: Iterable[Mapping[str, Any]]) -> str:
+    rows = [
+        "| prompts | n | T | block | new tokens at most | tokens a round | 95 % | untrained |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for e in figures:
+        spread = f"{e['tau_low']:.2f} to {e['tau_high']:.2f}" if e.get("tau_low") is not None else ""
+        untrained = f"{e['tau_untrained']:.2f}" if e.get("tau_untrained") is not None else ""
+        rows.append(
+            f"| {e['set']} | {e['n']} | {e['temperature']:g} | {e['block']} | {e['max_new']} | {e['tau']:.2f} "
+            f"| {spread} | {untrained} |"
+        )
+    if len(rows) == 2:
+        return "Not measured."
+    return "Measured by speculative decoding with the target; the bonus token counts, so 1 is no gain.\n\n" + "\n".join(
+        rows
+    )
+
+
+def _table(values: Mapping[str, object]) -> str:
+    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in values.items())])
+
+
+def _told(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, int) else _name(str(value))
+
+
+def _name(text: str) -> str:
+    return Path(text).name if Path(text).is_absolute() else text
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, numbers))
+
+
+def _sliding(config: Mapping[str, Any]) -> list[int]:
+    return [number for number, kind in enumerate(config["layer_types"]) if kind == "sliding_attention"]
