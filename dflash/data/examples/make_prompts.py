@@ -3,7 +3,7 @@
     python make_prompts.py --bfcl BFCL_v4_simple_python.json BFCL_v4_multiple.json BFCL_v4_irrelevance.json \\
         --python /usr/lib/python3.11 > prompts.jsonl
 
-Writes chat JSONL whose assistant turns are still empty; `python -m dflash.data.regenerate` fills them. The
+Writes chat JSONL whose assistant turns are still empty; `python -m dflash regenerate` fills them. The
 same files give the same prompts.
 """
 
