@@ -1,0 +1,559 @@
+"""Acceptance length: how many tokens a round of real speculative decoding gives (docs/ACCEPTANCE.md).
+
+As z-lab's benchmark counts it: 1 to B tokens a round, the target's own one included; the mean over responses of
+each response's mean. The target first answers every prompt by plain decoding. That gives the earlier turns of a
+conversation, the responses that speculation must repeat, and the time it must beat; drafters measured one after
+another are measured against the same answers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+
+from dflash import models, settings
+from dflash.attention import attend_dense, visible
+from dflash.data import chat
+from dflash.data.tokens import check_tokenizer
+from dflash.drafter import Drafter
+from dflash.regenerate.turns import Messages, turns
+from dflash.settings import SettingError
+from dflash.speculate import Response, Speculation, check_target, decode
+from dflash.target import pretrained
+
+UNTRAINED = 16  # responses that the untrained drafter is measured on, at most
+_RESAMPLES = 2000
+_FLOAT32_BELOW = 1e9  # parameters
+# Responses done and to be done in all.
+Progress = Callable[[int, int], None]
+
+
+@dataclass
+class Acceptance:
+    """What one drafter reached on one set of prompts, and under which conditions. None where nothing was to count."""
+
+    set: str
+    n: int  # prompts
+    responses: int  # turns answered
+    tokens: int  # generated, the first of each response included
+    rounds: int
+    tau: float | None  # mean over responses of the mean tokens of a response's rounds
+    tau_low: float | None  # 95 % interval of tau: bootstrap over prompts; None for a single prompt
+    tau_high: float | None
+    tau_pooled: float | None  # mean tokens of all rounds; equals 1 + the sum of accept_at
+    tau_untrained: float | None  # the same geometry with random weights, on the first responses of the set
+    n_untrained: int  # responses that figure comes from
+    accept_at: list[float]  # share of rounds that gave slot k's token and one more, from k = 1
+    histogram: list[int]  # rounds that gave 1, 2, .. B tokens
+    distinct4: float | None  # mean over responses of distinct 4-grams / 4-grams: a loop flatters tau
+    identical: float | None  # share of responses equal to plain decoding's, token for token; None when sampled
+    speedup: float | None  # tokens_s / plain_tokens_s
+    tokens_s: float | None  # tokens a second while decoding, without the reading of prompts, of the whole batch
+    plain_tokens_s: float | None
+    temperature: float
+    block: int
+    max_new: int
+    batch: int
+    dtype: str
+    device: str
+    thinking: bool
+    seed: int
+    seconds: float  # all of the measurement
+    per_response: list[dict[str, Any]] = field(default_factory=list)
+
+    def to_dict(self, per_response: bool = True) -> dict[str, Any]:
+        """Plain values; the response by response figures can be left out."""
+        values = dataclasses.asdict(self)
+        if not per_response:
+            del values["per_response"]
+        return values
+
+
+@dataclass
+class _Asked:
+    """One turn: the token ids that the target reads, and what it answered by plain decoding."""
+
+    prompt: int  # index in the set
+    turn: int
+    ids: list[int]
+    answer: list[int]
+
+
+@dataclass
+class Reference:
+    """What the target says by plain decoding: `batches` of turns decoded together, and the seconds it took."""
+
+    batches: list[list[_Asked]] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def asked(self) -> list[_Asked]:
+        return [turn for batch in self.batches for turn in batch]
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """How responses are made."""
+
+    max_new: int
+    temperature: float
+    batch: int
+    seed: int
+    thinking: bool = True  # False: the chat template is told `enable_thinking=False`
+
+
+def answer(
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[Messages],
+    conditions: Conditions,
+    name: str = "",
+    progress: Progress | None = None,
+) -> Reference:
+    """The target's own responses by plain decoding; raises SettingError for a prompt that its template refuses."""
+    check_tokenizer(tokenizer)
+    if not conditions.thinking and "enable_thinking" not in tokenizer.get_chat_template():
+        raise SettingError("thinking", False, "the target's chat template knows no enable_thinking")
+    due = [_turns(messages, number, name) for number, messages in enumerate(prompts, start=1)]
+    total = sum(map(len, due))
+    histories: list[Messages] = [[] for _ in prompts]
+    stops = stop_tokens(model, tokenizer)
+    reference = Reference()
+    for turn in range(max(map(len, due), default=0)):
+        waiting = [number for number, asks in enumerate(due) if turn < len(asks)]
+        for number in waiting:
+            histories[number] += due[number][turn]
+        for first in range(0, len(waiting), conditions.batch):
+            numbers = waiting[first : first + conditions.batch]
+            ids = [_ids(tokenizer, histories[number], conditions.thinking, number + 1, name) for number in numbers]
+            if first == turn == 0:
+                _warm_up(model, ids, None)
+            responses, seconds = _decode(model, ids, None, conditions, stops, len(reference.batches))
+            reference.seconds += seconds
+            reference.batches.append(
+                [_Asked(n, turn, i, r.tokens) for n, i, r in zip(numbers, ids, responses, strict=True)]
+            )
+            for number, response in zip(numbers, responses, strict=True):
+                said = response.tokens[:-1] if response.tokens[-1] in stops else response.tokens
+                text = tokenizer.decode(said, skip_special_tokens=True)
+                histories[number].append({"role": "assistant", "content": text})
+            if progress:
+                progress(len(reference.asked), total)
+    return reference
+
+
+def measure(
+    target_model: Any,
+    tokenizer: Any,
+    drafter: Drafter,
+    mask_token: int,
+    taps: Sequence[int],
+    prompts: Sequence[Messages],
+    *,
+    max_new: int,
+    temperature: float,
+    batch: int,
+    seed: int,
+    progress: Progress | None = None,
+    name: str = "",
+    thinking: bool = True,
+    reference: Reference | None = None,
+    untrained: tuple[float | None, int] | None = None,
+) -> Acceptance:
+    """Measure a drafter on a set of prompts, `name`, each a list of messages (docs/ACCEPTANCE.md says how).
+
+    `target_model` is the whole causal LM; the drafter may be elsewhere and of another dtype, it is copied to the
+    target's. What does not depend on the drafter's weights can be handed in when it is known: `reference`, of
+    `answer` under the same conditions, and `untrained`, of `untrained_tau`. Raises SettingError when target,
+    drafter and prompts do not fit together.
+    """
+    began = time.perf_counter()
+    conditions = Conditions(max_new, temperature, batch, seed, thinking)
+    _check(drafter, target_model, mask_token, taps)
+    speculation = Speculation(_twin(drafter, target_model), drafter.geometry.block, mask_token, taps)
+    if reference is None:
+        reference = answer(target_model, tokenizer, prompts, conditions, name, progress)
+    if untrained is None:
+        untrained = untrained_tau(target_model, tokenizer, drafter, mask_token, taps, reference, conditions)
+    stops = stop_tokens(target_model, tokenizer)
+    _warm_up(target_model, [turn.ids for turn in reference.batches[0]], speculation)
+    responses: list[Response] = []
+    seconds = 0.0
+    for number, turns_together in enumerate(reference.batches):
+        ids = [turn.ids for turn in turns_together]
+        made, took = _decode(target_model, ids, speculation, conditions, stops, number)
+        responses, seconds = responses + made, seconds + took
+        if progress:
+            progress(len(responses), len(reference.asked))
+    return _summary(
+        responses,
+        reference,
+        conditions,
+        seconds=seconds,
+        set=name,
+        n=len(prompts),
+        tau_untrained=untrained[0],
+        n_untrained=untrained[1],
+        block=drafter.geometry.block,
+        dtype=str(target_model.dtype).removeprefix("torch."),
+        device=_device_name(target_model.device),
+        began=began,
+    )
+
+
+def untrained_tau(
+    model: Any,
+    tokenizer: Any,
+    drafter: Drafter,
+    mask_token: int,
+    taps: Sequence[int],
+    reference: Reference,
+    conditions: Conditions,
+) -> tuple[float | None, int]:
+    """tau of a drafter of the same geometry with random weights, and the number of responses it was measured on."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(conditions.seed)
+        random = _twin(Drafter(drafter.geometry, visible, attend_dense), model)
+    speculation = Speculation(random, drafter.geometry.block, mask_token, taps)
+    ids = [turn.ids for turn in reference.batches[0][:UNTRAINED]]
+    responses, _ = _decode(model, ids, speculation, conditions, stop_tokens(model, tokenizer), 0)
+    means = [float(np.mean(response.rounds)) for response in responses if response.rounds]
+    return (float(np.mean(means)) if means else None), len(ids)
+
+
+class Evaluator:
+    """The whole target with its prompts and its own answers to them, ready to measure one drafter after another.
+
+    `target.dtype=auto` is float32 for targets below 1e9 parameters and on CPU, bfloat16 for larger ones: only in
+    float32 do blocks and single tokens come to the same choices at near ties (docs/ACCEPTANCE.md). One thread at
+    a time may call it.
+    """
+
+    def __init__(
+        self,
+        target: settings.Target,
+        wish: settings.Eval,
+        device: torch.device,
+        *,
+        seed: int = 0,
+        thinking: bool = True,
+    ) -> None:
+        """Read prompts and load the target; raises SettingError."""
+        from transformers import AutoTokenizer
+
+        self.sets = prompt_sets(wish.prompts, wish.limit)
+        folder = models.folder(target.model, target.models_dir)
+        dtype = _dtype(target.dtype, folder, device)
+        self.model = pretrained(dataclasses.replace(target, dtype=dtype), device).eval().requires_grad_(False)
+        check_target(self.model)
+        self.model.to(device)
+        self.tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        self.conditions = Conditions(wish.max_new, wish.temperature, wish.batch, seed, thinking)
+        self._references: dict[str, Reference] = {}
+        self._untrained: dict[Any, tuple[float | None, int]] = {}
+
+    def __call__(
+        self, drafter: Drafter, mask_token: int, taps: Sequence[int], progress: Progress | None = None
+    ) -> list[Acceptance]:
+        """The figures of one drafter on every set; raises SettingError when it does not fit the target."""
+        _check(drafter, self.model, mask_token, taps)
+        found = []
+        for name, prompts in self.sets.items():
+            if name not in self._references:
+                self._references[name] = answer(self.model, self.tokenizer, prompts, self.conditions, name, progress)
+            reference = self._references[name]
+            key = (name, drafter.geometry, mask_token, tuple(taps))
+            if key not in self._untrained:
+                self._untrained[key] = untrained_tau(
+                    self.model, self.tokenizer, drafter, mask_token, taps, reference, self.conditions
+                )
+            found.append(
+                measure(
+                    self.model,
+                    self.tokenizer,
+                    drafter,
+                    mask_token,
+                    taps,
+                    prompts,
+                    **dataclasses.asdict(self.conditions),
+                    progress=progress,
+                    name=name,
+                    reference=reference,
+                    untrained=self._untrained[key],
+                )
+            )
+        return found
+
+
+def prompt_sets(files: Sequence[str | Path], limit: int = 0) -> dict[str, list[Messages]]:
+    """The prompts of each file (the first `limit`, if not 0), by the file's name; raises SettingError."""
+    stems = [Path(file).stem for file in files]
+    sets = {}
+    for file, stem in zip(files, stems, strict=True):
+        try:
+            conversations, _ = chat.read(file, need_assistant=False)
+        except SettingError as error:
+            raise SettingError("eval.prompts", error.value, error.allowed) from None
+        messages = [conversation.messages for conversation in conversations]
+        sets[stem if stems.count(stem) == 1 else str(file)] = messages[: limit or None]
+    return sets
+
+
+def stop_tokens(model: Any, tokenizer: Any) -> set[int]:
+    """The tokens that end a response: those of the generation config, and the tokenizer's end of text."""
+    stops = model.generation_config.eos_token_id
+    return {*(stops if isinstance(stops, list | tuple) else [stops]), tokenizer.eos_token_id} - {None}
+
+
+def table(found: Sequence[Acceptance]) -> str:
+    """The figures as text, a line a set, with all conditions."""
+    head = [
+        "set",
+        "prompts",
+        "responses",
+        "tokens",
+        "T",
+        "block",
+        "tau",
+        "95%",
+        "untrained",
+        "identical",
+        "distinct-4",
+        "speed-up",
+        "tok/s",
+        "plain",
+    ]
+    lines = [head]
+    for a in found:
+        lines.append(
+            [
+                a.set or "-",
+                str(a.n),
+                str(a.responses),
+                str(a.tokens),
+                f"{a.temperature:g}",
+                str(a.block),
+                _number(a.tau, 2),
+                f"{_number(a.tau_low, 2)}..{_number(a.tau_high, 2)}",
+                f"{_number(a.tau_untrained, 2)} ({a.n_untrained})",
+                _number(a.identical, 3),
+                _number(a.distinct4, 2),
+                _number(a.speedup, 2),
+                _number(a.tokens_s, 0),
+                _number(a.plain_tokens_s, 0),
+            ]
+        )
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    text = [
+        "  ".join(
+            cell.ljust(w) if at == 0 else cell.rjust(w) for at, (cell, w) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in lines
+    ]
+    if len(found) > 1 and all(a.tau is not None for a in found):
+        text.append(f"mean of the sets' tau: {np.mean([a.tau for a in found]):.2f}")
+    for a in found:
+        shares = " ".join(f"{share:.2f}" for share in a.accept_at)
+        text.append(f"{a.set or '-'}: accepted by slot from 1: {shares}; tokens / rounds {_number(a.tau_pooled, 2)}")
+    conditions = {
+        f"At most {a.max_new} tokens a response, {a.batch} prompts at a time, {a.dtype} on {a.device}, seed {a.seed}"
+        f"{'' if a.thinking else ', no thinking'}; untrained: random weights, on the first responses (their number)."
+        for a in found
+    }
+    return "\n".join(text + sorted(conditions))
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _summary(
+    responses: list[Response],
+    reference: Reference,
+    conditions: Conditions,
+    *,
+    seconds: float,
+    n: int,
+    block: int,
+    began: float,
+    **facts: Any,
+) -> Acceptance:
+    asked = reference.asked
+    rounds = [tokens for response in responses for tokens in response.rounds]
+    means = [float(np.mean(response.rounds)) if response.rounds else None for response in responses]
+    by_prompt: list[list[float]] = [[] for _ in range(n)]
+    for turn, mean in zip(asked, means, strict=True):
+        if mean is not None:
+            by_prompt[turn.prompt].append(mean)
+    low, high = interval(by_prompt, conditions.seed)
+    histogram = np.bincount(rounds, minlength=block + 1)[1:]
+    greedy = conditions.temperature == 0
+    same = [response.tokens == turn.answer for turn, response in zip(asked, responses, strict=True)]
+    distinct = [distinct4(response.tokens) for response in responses]
+    rate = _rate(len(rounds) and sum(rounds), seconds)
+    plain = _rate(sum(len(turn.answer) - 1 for turn in asked), reference.seconds)
+    return Acceptance(
+        n=n,
+        responses=len(responses),
+        tokens=sum(len(response.tokens) for response in responses),
+        rounds=len(rounds),
+        tau=_mean(means),
+        tau_low=low,
+        tau_high=high,
+        tau_pooled=_mean(rounds),
+        accept_at=[float(histogram[k:].sum() / len(rounds)) for k in range(1, block)] if rounds else [],
+        histogram=histogram.tolist(),
+        distinct4=_mean(distinct),
+        identical=_mean(same) if greedy else None,
+        speedup=rate / plain if rate and plain else None,
+        tokens_s=rate,
+        plain_tokens_s=plain,
+        temperature=conditions.temperature,
+        block=block,
+        max_new=conditions.max_new,
+        batch=conditions.batch,
+        thinking=conditions.thinking,
+        seed=conditions.seed,
+        per_response=[
+            {
+                "prompt": turn.prompt,
+                "turn": turn.turn,
+                "prompt_tokens": len(turn.ids),
+                "tokens": len(response.tokens),
+                "tau": mean,
+                "rounds": response.rounds,
+                "distinct4": variety,
+                "identical": alike if greedy else None,
+            }
+            for turn, response, mean, variety, alike in zip(asked, responses, means, distinct, same, strict=True)
+        ],
+        seconds=time.perf_counter() - began,
+        **facts,
+    )
+
+
+def interval(by_prompt: Sequence[Sequence[float]], seed: int = 0) -> tuple[float | None, float | None]:
+    """95 % interval of the mean over responses: percentile bootstrap over prompts, whose responses stay together."""
+    sums = np.array([sum(values) for values in by_prompt if values])
+    counts = np.array([len(values) for values in by_prompt if values])
+    if len(sums) < 2:
+        return None, None
+    drawn = np.random.default_rng(seed).integers(len(sums), size=(_RESAMPLES, len(sums)))
+    low, high = np.percentile(sums[drawn].sum(1) / counts[drawn].sum(1), [2.5, 97.5])
+    return float(low), float(high)
+
+
+def distinct4(tokens: Sequence[int]) -> float | None:
+    """Share of a response's 4-grams that are distinct: 1 without any repetition; None for fewer than 4 tokens."""
+    grams = [tuple(tokens[at : at + 4]) for at in range(len(tokens) - 3)]
+    return len(set(grams)) / len(grams) if grams else None
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return float(np.mean(known)) if known else None
+
+
+def _rate(tokens: int, seconds: float) -> float | None:
+    return tokens / seconds if tokens and seconds > 0 else None
+
+
+def _decode(
+    model: Any,
+    ids: Sequence[Sequence[int]],
+    speculation: Speculation | None,
+    conditions: Conditions,
+    stops: set[int],
+    number: int,
+) -> tuple[list[Response], float]:
+    """`decode`, with the chances of batch `number`."""
+    generator = None
+    if conditions.temperature > 0:
+        generator = torch.Generator(model.device)
+        generator.manual_seed(conditions.seed * 1_000_003 + number)
+    return decode(
+        model,
+        ids,
+        speculation,
+        max_new=conditions.max_new,
+        stops=stops,
+        temperature=conditions.temperature,
+        generator=generator,
+    )
+
+
+def _warm_up(model: Any, ids: Sequence[Sequence[int]], speculation: Speculation | None) -> None:
+    """What a GPU does only once, such as loading kernels, is done before anything is timed."""
+    if model.device.type == "cuda":
+        decode(model, ids, speculation, max_new=32, stops=())
+
+
+def _twin(drafter: Drafter, model: Any) -> Drafter:
+    """A copy for decoding, on the target's device and of its dtype."""
+    with torch.device("meta"):
+        twin = Drafter(drafter.geometry, visible, attend_dense)
+    weights = {
+        name: tensor.detach().to(model.device, model.dtype, copy=True) for name, tensor in drafter.state_dict().items()
+    }
+    twin.load_state_dict(weights, assign=True)
+    return twin.eval().requires_grad_(False)
+
+
+def _check(drafter: Drafter, model: Any, mask_token: int, taps: Sequence[int]) -> None:
+    config, hidden = check_target(model), drafter.geometry.hidden
+    rows = model.get_input_embeddings().weight.shape[0]
+    if hidden != config.hidden_size:
+        raise SettingError(
+            "drafter.hidden", hidden, f"must equal the target's hidden size {config.hidden_size}: another drafter's?"
+        )
+    if not 0 <= mask_token < rows:
+        raise SettingError("drafter.mask_token", mask_token, f"must be one of the target's {rows} embedding rows")
+    if max(taps) >= config.num_hidden_layers:
+        raise SettingError("target.taps", list(taps), f"must be below {config.num_hidden_layers}, the target's layers")
+
+
+def _turns(messages: Messages, number: int, name: str) -> list[Messages]:
+    try:
+        return turns(messages)
+    except chat.BadRow as bad:
+        raise SettingError("eval.prompts", name, f"prompt {number} cannot be answered: {bad}") from None
+
+
+def _ids(tokenizer: Any, messages: Messages, thinking: bool, number: int, name: str) -> list[int]:
+    options = {} if thinking else {"enable_thinking": False}
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
+    except Exception as error:  # a template may raise whatever it likes; jinja2 is no dependency of ours
+        raise SettingError(
+            "eval.prompts", name, f"prompt {number} is refused by the target's chat template ({error})"
+        ) from None
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    if not ids:
+        raise SettingError("eval.prompts", name, f"prompt {number} has no token")
+    return list(ids)
+
+
+def _dtype(name: str, folder: Path, device: torch.device) -> str:
+    if name != "auto":
+        return name
+    parameters = 0
+    for file in folder.glob("*.safetensors"):
+        try:
+            with safe_open(file, framework="pt") as weights:
+                for key in weights.keys():  # noqa: SIM118
+                    parameters += int(np.prod(weights.get_slice(key).get_shape()))
+        except Exception as error:
+            raise SettingError("target.model", folder, f"{file.name} cannot be read ({error})") from None
+    return "float32" if device.type == "cpu" or parameters < _FLOAT32_BELOW else "bfloat16"
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
