@@ -22,9 +22,10 @@ from typing import Any
 
 EVENTS_FILE = "events.jsonl"
 STACKS_FILE = "stacks.txt"
+CHECKPOINTS = "checkpoints"  # folder that a job goes on from, beside its events
 
 # Stages in the order in which a job passes through them; the harness gives each a budget without progress.
-STAGES = ("start", "load", "data", "warmup", "train", "save")
+STAGES = ("start", "data", "load", "warmup", "train", "save")
 
 KINDS: dict[str, str] = {
     "start": "the process is up: python, torch, torch_git, cuda, triton, transformers, device, gpus, cpu_threads",
@@ -53,7 +54,7 @@ KINDS: dict[str, str] = {
     "warning": "the run goes on but its reader must know: code, message",
     "failure": "the root failure: type, message, traceback, worker, holders [{thread, path, seconds_before, open}] "
     "(who held the FX-tracing flag), stacks",
-    "end": "the job's own last word: status (ok|interrupted|failed), plus the totals of counters and memory",
+    "end": "the job's own last word: status (ok|requeue|interrupted|failed), plus the totals of counters and memory",
 }
 
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import inspect
+import re
+import typing
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+from dflash.settings import FANOUT_SECTIONS, JobSettings
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 GROUPS = {
@@ -17,6 +23,10 @@ GROUPS = {
     "workload": "what is trained",
     "tracking": "where else the results go",
 }
+FANOUT = (
+    "several drafters on one stream of features, NAME each: what differs in "
+    f"{', '.join(FANOUT_SECTIONS)}; split= needs drafters for all"
+)
 EXAMPLES = """\
 usage: sweeper [-m] [-v] [key=value ...]          (or: python -m sweeper ...)
 
@@ -25,7 +35,8 @@ usage: sweeper [-m] [-v] [key=value ...]          (or: python -m sweeper ...)
   sweeper -m compile=locked,unlocked repeat=5     five repeats of each cell, in shuffled blocks
   sweeper -m compile=locked,whole dry=true        the plan: order, what is done, estimated time
   sweeper -m compile=locked,whole rerun=failed    do failed runs again
-  sweeper drafter.layers=5 data.path=my.jsonl     any setting of the trainer; --cfg job lists them all
+  sweeper drafter.layers=5 data.path=my.jsonl     any setting of the trainer, listed below
+  sweeper split=1t2d fanout.a.drafter.block=8 fanout.b.drafter.block=16     two drafters on one stream of features
   sweeper workload=command 'workload.argv=[python,train.py,{spec},{out}]'   any other training command
 """
 NOTES = """\
@@ -52,7 +63,31 @@ def text() -> str:
         parts.append(
             f"  {name + '=' + value:<19} {comment}" if len(value) < 14 else f"  {name}\n{'':<22}{comment}; {value}"
         )
-    return "\n".join([*parts, "", NOTES])
+    return "\n".join([*parts, *_trainer(), "", NOTES])
+
+
+def _trainer() -> list[str]:
+    """A paragraph for each section of the trainer's settings; what dflash/settings.py says of one, in its words."""
+    written = _load(CONF / "workload" / "smollm2.yaml")
+    job = typing.get_type_hints(JobSettings)
+    parts = []
+    for section in written["workload"]["sections"]:
+        kind = job[section]
+        if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
+            parts.append(f"\n{section}.NAME.SECTION.SETTING\n  {FANOUT}")
+            continue
+        said = _comments(kind)
+        parts.append(f"\n{section}: {(kind.__doc__ or '').splitlines()[0]}")
+        for name, value in written[section].items():
+            default = "null" if value is None else str(value).lower() if isinstance(value, bool) else value
+            parts.append(f"  {f'{section}.{name}={default}':<29} {said.get(name, '')}".rstrip())
+    return [line.replace("None", "null") for line in parts]  # as a command line writes it
+
+
+def _comments(kind: type) -> dict[str, str]:
+    """The comment behind each field in the source of a dataclass."""
+    found = re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(kind), re.MULTILINE)
+    return dict(found)
 
 
 def levels(group: str) -> list[str]:

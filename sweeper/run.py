@@ -12,6 +12,7 @@ from typing import Any, Literal, cast
 
 from filelock import FileLock, Timeout
 
+from dflash.events import CHECKPOINTS
 from sweeper import caches, store, supervisor
 from sweeper.measure import figures
 from sweeper.spec import Options, Run
@@ -158,6 +159,7 @@ def _run_child(record: _Record, not_warm: str, index: int) -> dict[str, Any]:
     record.open(argv, env)
     if run.cell["cache"] == "warm" and not not_warm:
         not_warm = _take_snapshot(record, index)
+    _take_checkpoints(record)
     session.tracking.start(folder)
     before = caches.count(record.caches)
     if session.interrupted():
@@ -177,6 +179,22 @@ def _run_child(record: _Record, not_warm: str, index: int) -> dict[str, Any]:
     after = caches.count(record.caches)
     cache = caches.proof(run.cell["cache"], before, after, outcome.events, not_warm)
     return record.close(outcome, cache)
+
+
+def _take_checkpoints(record: _Record) -> None:
+    """Let a run that saves checkpoints go on from those of its attempt before, if that was ended early.
+
+    A run that saves none is an experiment of some minutes, and repeated whole. Raises OSError.
+    """
+    if not (record.run.spec.get("train") or {}).get("save_every"):
+        return
+    earlier = [one for one in store.attempts(record.session.folder, record.run) if one.number < record.attempt]
+    if not earlier or earlier[-1].cause not in store.UNFINISHED:
+        return
+    before = earlier[-1].folder
+    if (before / CHECKPOINTS).is_dir():
+        (before / CHECKPOINTS).rename(record.folder / CHECKPOINTS)
+        record.session.display.note(f"goes on from the checkpoints of {before.name}")
 
 
 def _fill(word: str, record: _Record) -> str:

@@ -26,6 +26,12 @@ def test_help_names_every_factor_level_and_setting_in_words() -> None:
         assert name in text
         assert len(comment) > 10, name
     assert set(help.levels("compile")) == set(COMPILE_STRATEGIES)
+    settings = [
+        key for key in help.known_keys() if key.partition(".")[0] in ("data", "drafter", "eval", "train", "loss")
+    ]
+    assert len(settings) > 40
+    for key in settings:
+        assert "." not in key or f"  {key}=" in text
 
 
 def test_help_loads_neither_hydra_nor_mlflow_nor_torch() -> None:

@@ -48,6 +48,35 @@ def test_each_way_of_ending_gets_its_verdict_while_the_sweep_goes_on(tmp_path: P
         assert verdict in done.stdout
 
 
+def test_a_fanout_ends_with_a_row_for_each_variant(tmp_path: Path) -> None:
+    done = sweeper(tmp_path / "store", *workload("fanout"))
+    assert "step 6/6" in done.stderr
+    assert "step 6: tau of b16 1.75 [1.65, 1.85] on gsm8k (32 prompts, 8 slots a block, T=0)" in done.stderr
+    assert re.search(r"^b16 .* 1\.75$", done.stdout, re.MULTILINE)
+    assert re.search(r"^b8 .* 1\.50$", done.stdout, re.MULTILINE)
+    assert only(tmp_path / "store")["figures"]["steps"] == 6
+
+
+@pytest.mark.parametrize("every", [0, 3])
+def test_a_run_that_asks_to_be_started_again_goes_on_if_it_saves_checkpoints(tmp_path: Path, every: int) -> None:
+    store = tmp_path / "store"
+    words = [*workload("checkpointed"), "workload.sections=[train]", f"+train={{save_every:{every}}}"]
+    assert sweeper(store, *words).returncode == 0
+    first = only(store)
+    assert (first["verdict"], first["signature"]["cause"]) == ("killed", "sweep.interrupted")
+    assert re.fullmatch(r"the job was asked to end; checkpoint of step 3 in /.*/step-00000003", first["reason"])
+    again = sweeper(store, *words)
+    second = only(store, ".a2")
+    if every:
+        assert (second["verdict"], second["figures"]["steps"]) == ("ok", 6)
+        assert "goes on from the checkpoints of" in again.stderr
+        assert "goes on after step 3" in again.stderr
+        assert sweeper(store, *words, "rerun=all").returncode == 0
+        assert only(store, ".a3")["verdict"] == "killed", "a run done again begins from nothing"
+    else:
+        assert second["verdict"] == "killed", "repeated whole"
+
+
 def test_records_tell_what_ran_where(tmp_path: Path) -> None:
     store = tmp_path / "store"
     sweeper(store, *workload("ok"), "seed=4")

@@ -30,6 +30,34 @@ def train(out: str, steps: int = 6, pause: float = 0.02) -> None:
         emit(out, "step", step=step, steps=steps, tokens=512, steady=step > 2, **curve)
 
 
+def fanout(out: str, steps: int = 6) -> None:
+    """Report a run of two variants that are evaluated at the end."""
+    emit(out, "stage", stage="train")
+    for step in range(1, steps + 1):
+        for variant, loss in (("b16", 5.0), ("b8", 4.0)):
+            figures = {"loss": loss - step / 10, "accept": 1 + step / 10, "loss_at": [loss, loss + 1]}
+            emit(out, "step", variant=variant, step=step, steps=steps, tokens=512, steady=step > 2, **figures)
+        time.sleep(0.02)
+    for variant, tau in (("b16", 1.75), ("b8", 1.5)):
+        told = {"tau": tau, "tau_low": tau - 0.1, "tau_high": tau + 0.1, "n": 32, "temperature": 0.0, "block": 8}
+        emit(out, "eval", variant=variant, step=steps, set="gsm8k", **told)
+
+
+def checkpointed(out: str) -> int:
+    """Save a checkpoint and ask to be started again; once there is one, go on from it."""
+    folder = Path(out, "checkpoints", "step-00000003")
+    if folder.exists():
+        emit(out, "resume", step=3, folder=str(folder))
+        train(out)
+        emit(out, "end", status="ok")
+        return 0
+    train(out, steps=3)
+    folder.mkdir(parents=True)
+    emit(out, "checkpoint", step=3, folder=str(folder))
+    emit(out, "end", status="requeue")
+    return 75
+
+
 def caches(out: str) -> None:
     """Use the compile caches as a compiler would: a file that is there is a hit, one that is not a miss."""
     counted = {"hits": 0, "misses": 0, "bypasses": 0}
@@ -74,6 +102,11 @@ def main(way: str, out: str, argument: str = "") -> int:
         train(out)
         caches(out)
         emit(out, "end", status="ok")
+    elif way == "fanout":
+        fanout(out)
+        emit(out, "end", status="ok")
+    elif way == "checkpointed":
+        return checkpointed(out)
     elif way == "slow":
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         train(out, steps=1000, pause=0.1)
