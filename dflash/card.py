@@ -12,6 +12,7 @@ TRAINING = {
     "documents": "documents",
     "tokens": "tokens of data",
     "supervised": "supervised tokens",
+    "row_tokens": "tokens of a row",
     "init": "started from",
     "steps": "steps",
     "trained_tokens": "context tokens trained on",
@@ -26,8 +27,8 @@ TRAINING = {
 def card(config: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
     """Markdown from a drafter's config.json and the facts that its training left; what is unknown is left out.
 
-    `facts`: target (its name), target_architectures, the keys of TRAINING, and eval, a list of `eval` events
-    (dflash/events.py). A folder of this machine is named by its last part alone.
+    `facts`: target (its name), the keys of TRAINING, and acceptance, a list of what `dflash.acceptance` measured
+    (Acceptance.to_dict). A folder of this machine is named by its last part alone.
     """
     special = config["dflash_config"]
     target = _name(facts.get("target", "its target"))
@@ -52,7 +53,7 @@ def card(config: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
     ]
     if told:
         parts += ["## Training", _table(told)]
-    parts += ["## Acceptance length", _measured(facts.get("eval") or [])]
+    parts += ["## Acceptance length", _measured(facts.get("acceptance") or [])]
     parts += [
         "## Licence",
         f"This folder holds neither embedding nor head: both are those of {target}, whose licence applies to them. "
@@ -67,22 +68,30 @@ def _front(base: str | None) -> str:
 
 
 def _measured(figures: Iterable[Mapping[str, Any]]) -> str:
-    rows = [
-        "| prompts | n | T | block | new tokens at most | tokens a round | 95 % | untrained |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for e in figures:
-        spread = f"{e['tau_low']:.2f} to {e['tau_high']:.2f}" if e.get("tau_low") is not None else ""
-        untrained = f"{e['tau_untrained']:.2f}" if e.get("tau_untrained") is not None else ""
-        rows.append(
-            f"| {e['set']} | {e['n']} | {e['temperature']:g} | {e['block']} | {e['max_new']} | {e['tau']:.2f} "
-            f"| {spread} | {untrained} |"
-        )
-    if len(rows) == 2:
-        return "Not measured."
-    return "Measured by speculative decoding with the target; the bonus token counts, so 1 is no gain.\n\n" + "\n".join(
-        rows
+    columns = (
+        "prompts | n | T | block | new tokens | dtype | tokens a round | 95 % | untrained | identical | distinct 4"
     )
+    rows = [
+        f"| {e['set']} | {e['n']} | {e['temperature']:g} | {e['block']} | {e['max_new']} | {e['dtype']} "
+        f"| {e['tau']:.2f} | {_number(e['tau_low'])} to {_number(e['tau_high'])} | {_number(e['tau_untrained'])} "
+        f"| {_number(e['identical'])} | {_number(e['distinct4'])} |"
+        for e in figures
+        if e["tau"] is not None
+    ]
+    if not rows:
+        return "Not measured."
+    head = f"| {columns} |\n|{'---|' * (columns.count('|') + 1)}\n"
+    return (
+        "Measured by speculative decoding with the target. The target's own token of each round counts, so 1 is no "
+        "gain. Untrained: the same drafter with random weights. Identical: share of responses equal to plain "
+        "decoding's. Distinct 4: share of different 4-grams; a target that loops flatters a drafter.\n\n"
+        + head
+        + "\n".join(rows)
+    )
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
 
 
 def _table(values: Mapping[str, object]) -> str:

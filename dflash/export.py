@@ -31,24 +31,43 @@ def export_drafter(
     write(folder, config, drafter.state_dict(), {"target_architectures": target.architectures, **(facts or {})})
 
 
-def write(folder: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+def write(
+    folder: Path,
+    config: Mapping[str, Any],
+    weights: Mapping[str, Tensor],
+    facts: Mapping[str, Any],
+    written: Mapping[str, Any] | None = None,
+) -> None:
     """Write config.json, model.safetensors (bfloat16; no embedding, no head: they are the target's), facts and card.
 
-    A file is replaced whole, and config.json comes last: a folder that was never finished has none.
+    `config` is z-lab's, which the card is made from; `written` is what config.json gets in another format. A file
+    is replaced whole, and config.json comes last: a folder that was never finished has none. Raises OSError.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: t.detach().to("cpu", torch.bfloat16).contiguous() for name, t in weights.items()}
     part = folder / f".{WEIGHTS_FILE}"
-    save_file(tensors, part, metadata={"format": "pt"})
+    try:
+        save_file(tensors, part, metadata={"format": "pt"})
+    except SafetensorError as error:  # what it makes of a full disk
+        raise OSError(str(error)) from error
     os.replace(part, folder / WEIGHTS_FILE)
     for name, text in {
         FACTS_FILE: json.dumps(facts, indent=2) + "\n",
         CARD_FILE: card(config, facts),
-        CONFIG_FILE: json.dumps(config, indent=2) + "\n",
+        CONFIG_FILE: json.dumps(written or config, indent=2) + "\n",
     }.items():
         part = folder / f".{name}"
         part.write_text(text)
         os.replace(part, folder / name)
+
+
+def read_facts(folder: Path) -> dict[str, Any]:
+    """What the training of a drafter left beside it; empty for a drafter made elsewhere."""
+    try:
+        facts = json.loads((folder / FACTS_FILE).read_text())
+    except (OSError, ValueError):
+        return {}
+    return facts if isinstance(facts, dict) else {}
 
 
 def load_drafter(

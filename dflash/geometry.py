@@ -134,10 +134,7 @@ class Released:
     def read(cls, folder: str | Path, setting: str = "drafter.init") -> Released:
         """Read `folder`/config.json; raises SettingError, naming `setting`, when this trainer has no such drafter."""
         folder = Path(folder)
-        try:
-            config = json.loads((folder / CONFIG_FILE).read_text())
-        except (OSError, ValueError) as error:
-            raise SettingError(setting, folder, f"must hold a readable {CONFIG_FILE} ({error})") from None
+        config = read_config(folder, setting)
         try:
             return cls(folder, *_from_config(config))
         except _Unfit as why:
@@ -146,6 +143,17 @@ class Released:
             raise SettingError(
                 setting, folder, f"must hold a DFlash drafter in z-lab's format; {CONFIG_FILE} lacks or garbles {error}"
             ) from None
+
+
+def read_config(folder: Path, setting: str) -> dict[str, Any]:
+    """What `folder`/config.json holds; raises SettingError, naming `setting`, when it is not there or no JSON."""
+    try:
+        config = json.loads((folder / CONFIG_FILE).read_text())
+    except (OSError, ValueError) as error:
+        raise SettingError(setting, folder, f"must hold a readable {CONFIG_FILE} ({error})") from None
+    if not isinstance(config, dict):
+        raise SettingError(setting, folder, f"{CONFIG_FILE} must hold one JSON object")
+    return config
 
 
 def to_config(geometry: Geometry, target: Sizes, mask_token: int) -> dict[str, Any]:

@@ -25,7 +25,7 @@ SHAPE = SimpleNamespace(
 )
 
 
-def make(block: int = 4, window: int | None = None, window_layers: list[int] | None = None) -> Drafter:
+def make(block: int = 4, window: int | None = None, window_layers: list[int] | None = None, layers: int = 3) -> Drafter:
     torch.manual_seed(0)
-    wish = settings.Drafter(layers=3, block=block, window=window, window_layers=window_layers)
+    wish = settings.Drafter(layers=layers, block=block, window=window, window_layers=window_layers)
     return Drafter(Geometry.settle(wish, SHAPE), visible, attend_dense).double()

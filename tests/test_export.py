@@ -1,21 +1,28 @@
 """A drafter's folder: what servers look for in it, and that it comes back as it was saved."""
 
+import importlib.util
 import json
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from small_drafter import SHAPE, make
 
+from dflash import checkpoint
+from dflash.__main__ import main
 from dflash.export import export_drafter, load_drafter
+from dflash.geometry import to_config
 from dflash.settings import SettingError
 
 CPU = torch.device("cpu")
+OFFICIAL = Path(__file__).parent.parent / ".oracle" / "dflash" / "model.py"
 
 
 def test_the_saved_drafter_has_the_names_that_servers_look_for(tmp_path):
-    drafter = make(block=8).float()
-    export_drafter(drafter, SHAPE, 49, tmp_path)
+    """58 tensors for 5 layers: SGLang ignores a name it does not know, and drafts badly without a word."""
+    export_drafter(make(block=8, layers=5).float(), SHAPE, 49, tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     layer = {
         "input_layernorm.weight",
@@ -24,14 +31,17 @@ def test_the_saved_drafter_has_the_names_that_servers_look_for(tmp_path):
         *(f"mlp.{n}.weight" for n in ("gate_proj", "up_proj", "down_proj")),
     }
     expected = {"fc.weight", "hidden_norm.weight", "norm.weight"}
-    expected |= {f"layers.{i}.{name}" for i in range(3) for name in layer}
+    expected |= {f"layers.{i}.{name}" for i in range(5) for name in layer}
     assert set(tensors) == expected
+    assert len(tensors) == 58
     assert tensors["fc.weight"].shape == (24, 72)
     assert {t.dtype for t in tensors.values()} == {torch.bfloat16}
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["block_size"] == config["dflash_config"]["block_size"] == 8
     assert config["dflash_config"]["target_layer_ids"] == [1, 2, 3]
     assert config["dflash_config"]["mask_token_id"] == 49
+    assert "auto_map" not in config  # SGLang would ask for remote code
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 10000.0
 
 
 def write(folder, **how):
@@ -112,3 +122,170 @@ def test_a_damaged_folder_is_refused_in_one_sentence(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"PK")
     with pytest.raises(SettingError, match=r"readable model\.safetensors"):
         load_drafter(tmp_path, CPU, torch.float32)
+
+
+@pytest.mark.skipif(
+    not OFFICIAL.exists(), reason="needs z-lab's code: pip install --no-deps --target .oracle dflash==0.1.0"
+)
+@pytest.mark.parametrize(("window", "window_layers"), [(None, None), (8, None), (8, [0, 2])])
+@pytest.mark.parametrize("block", [8, 32])
+def test_official_code_computes_the_same_hidden_states(tmp_path, block, window, window_layers):
+    """With a window no smaller than the block, as settings demand."""
+    window = window and max(window, block)
+    write(tmp_path, block=block, window=window, window_layers=window_layers)
+    spec = importlib.util.spec_from_file_location("zlab_dflash_model", OFFICIAL)
+    official = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(official)
+    theirs = official.DFlashDraftModel.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    ours, mask_token, taps = load_drafter(tmp_path, CPU, torch.float32)
+    assert (theirs.block_size, theirs.mask_token_id, theirs.target_layer_ids) == (block, mask_token, taps)
+    torch.manual_seed(3)
+    context = 50
+    features, x = torch.randn(1, context, 72), torch.randn(1, block, 24)
+    position = torch.arange(context + block)[None]
+    with torch.no_grad():
+        want = theirs(position_ids=position, noise_embedding=x, target_hidden=features)
+        known = ours.context_kv(features, position[:, :context])
+        got = ours.draft(x, position[:, context:], known, position[:, :context])
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_a_target_that_scales_its_embedding_is_told_to_the_reader(tmp_path):
+    export_drafter(make().float(), SimpleNamespace(**vars(SHAPE) | {"embedding_scale": 5.0}), 49, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["dflash_config"]["input_embedding_scale"] == 5.0
+    load_drafter(tmp_path, CPU, torch.float32)
+
+
+FACTS = {
+    "target": "maker/model",
+    "data": "chats.jsonl",
+    "documents": 1200,
+    "steps": 300,
+    "loss": 2.34567,
+    "acceptance": [
+        {
+            "set": "humaneval",
+            "n": 164,
+            "temperature": 0.0,
+            "block": 4,
+            "max_new": 256,
+            "dtype": "float32",
+            "tau": 2.345,
+            "tau_low": 2.2,
+            "tau_high": 2.5,
+            "tau_untrained": 1.004,
+            "identical": 1.0,
+            "distinct4": None,
+        }
+    ],
+}
+
+
+def test_the_card_tells_what_was_trained_and_measured(tmp_path):
+    export_drafter(make(window=6, window_layers=[1]).float(), SHAPE, 49, tmp_path, FACTS)
+    card = (tmp_path / "README.md").read_text()
+    assert card.startswith("---\n")
+    assert "base_model: maker/model" in card
+    for line in (
+        "# DFlash drafter for maker/model",
+        "| block size | 4 (the last token and 3 drafted ones) |",
+        "| taps | outputs of the target's decoder layers 1, 2, 3, counted from 0 |",
+        "| window | 6 tokens, in layers 1 |",
+        "| mask token | id 49 of the target's embedding |",
+        "| data | chats.jsonl |",
+        "| documents | 1,200 |",
+        "| steps | 300 |",
+        "| loss at the end | 2.346 |",
+        "| humaneval | 164 | 0 | 4 | 256 | float32 | 2.35 | 2.20 to 2.50 | 1.00 | 1.00 | - |",
+    ):
+        assert line in card.split("\n")
+    assert "neither embedding nor head" in card
+
+
+def test_a_card_names_no_folder_of_this_machine(tmp_path):
+    export_drafter(make().float(), SHAPE, 49, tmp_path, {"target": "/secret/place/model", "init": "/secret/other"})
+    card = (tmp_path / "README.md").read_text()
+    assert "secret" not in card
+    assert "drafter for model" in card
+    assert "Not measured." in card
+
+
+def export(*words):
+    return main(["export", *map(str, words)])
+
+
+def test_a_trained_run_is_exported_whole(tmp_path, capfd):
+    drafter = make().bfloat16().float()
+    export_drafter(drafter, SHAPE, 49, tmp_path / "run" / "drafter", FACTS)
+    assert export("--run", tmp_path / "run", "--to", tmp_path / "out") == 0
+    assert "36 tensors" in capfd.readouterr().out
+    for name in ("config.json", "facts.json", "README.md", "model.safetensors"):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "run" / "drafter" / name).read_bytes()
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "README.md",
+        "config.json",
+        "facts.json",
+        "model.safetensors",
+    ]
+
+
+def test_a_variant_of_a_fanout_is_exported_by_name(tmp_path, capfd):
+    for name, block in (("small", 4), ("large", 8)):
+        export_drafter(make(block).float(), SHAPE, 49, tmp_path / "drafter" / name)
+    assert export("--run", tmp_path, "--to", tmp_path / "out") == 2
+    assert "--variant=none: must be one of large, small" in capfd.readouterr().err
+    assert export("--run", tmp_path, "--to", tmp_path / "out", "--variant", "large") == 0
+    assert load_drafter(tmp_path / "out", CPU, torch.float32)[0].geometry.block == 8
+
+
+def test_speculators_format_has_its_own_configuration_and_the_same_tensors(tmp_path):
+    write(tmp_path / "a", block=8)
+    words = ("--from", tmp_path / "a", "--to", tmp_path / "b", "--format", "speculators")
+    assert export(*words) == 2  # it must name the verifier
+    assert export(*words, "--verifier", "maker/model") == 0
+    config = json.loads((tmp_path / "b" / "config.json").read_text())
+    assert config["aux_hidden_state_layer_ids"] == [2, 3, 4]  # speculators #705, vllm #42704: one more than z-lab's
+    assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 7  # #456: not 8
+    assert config["speculators_config"]["verifier"] == {
+        "name_or_path": "maker/model",
+        "architectures": ["LlamaForCausalLM"],
+    }
+    assert (config["block_size"], config["mask_token_id"], config["draft_vocab_size"]) == (8, 49, 50)
+    assert config["transformer_layer_config"]["num_hidden_layers"] == 3
+    assert "dflash_config" not in config["transformer_layer_config"]
+    one, other = (load_file(tmp_path / folder / "model.safetensors") for folder in "ab")
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_the_newest_checkpoint_can_be_exported(tmp_path, capfd):
+    drafter = make().float()
+    saved = {"facts": {"target": "maker/model", "steps": 900}, "config": to_config(drafter.geometry, SHAPE, 49)}
+    assert export("--run", tmp_path, "--checkpoint", "--to", tmp_path / "out") == 2
+    assert "has none that is whole" in capfd.readouterr().err
+    checkpoint.save(tmp_path / "checkpoints", 40, {"drafter": drafter.state_dict()}, saved, keep=1)
+    assert export("--run", tmp_path, "--checkpoint", "--to", tmp_path / "out") == 0
+    again, mask_token, _ = load_drafter(tmp_path / "out", CPU, torch.bfloat16)
+    assert mask_token == 49
+    assert torch.equal(again.fc.weight, drafter.fc.weight.bfloat16())
+    assert "| steps | 40 |" in (tmp_path / "out" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--run", "no", "--to", "out"), "--run=no: has no trained drafter"),
+        (("--from", "no", "--to", "out"), "--from=no: must hold a readable config.json"),
+        (("--from", "no", "--to", "full"), "--to=full: must be a new or an empty folder"),
+        (("--from", "no", "--to", "out", "--checkpoint"), "--from=no: goes with neither"),
+    ],
+)
+def test_a_wrong_export_is_told_in_one_sentence(tmp_path, monkeypatch, capfd, words, sentence):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    assert export(*words) == 2
+    told = capfd.readouterr().err
+    assert told.startswith(f"dflash: {sentence}")
+    assert told.count("\n") == 1
