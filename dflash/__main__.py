@@ -16,6 +16,7 @@ COMMANDS = {
     "prepare": "prepare",
     "train": "train",
     "eval": "evaluate",
+    "export": "export",
 }
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 # Entries of z-lab's file that say nothing about the transformer layers.
-_BESIDE_LAYERS = {"architectures", "block_size", "dflash_config", "num_target_layers", "is_causal"}
+_BESIDE_LAYERS = {"architectures", "block_size", "dflash_config", "num_target_layers"}
 
 
 def speculators_config(config: Mapping[str, Any], verifier: str, architectures: list[str]) -> dict[str, Any]:
