@@ -255,6 +255,21 @@ def test_it_goes_on_where_it_was_stopped(target, tmp_path, capfd):
         assert out.read_bytes() == whole
 
 
+def test_a_batch_that_does_not_fit_in_memory_is_halved(target, tmp_path, monkeypatch):
+    prompts = write(tmp_path / "p.jsonl", *[say(f"question {number}") for number in range(7)])
+    argv = ["--prompts", prompts, "--target", target, "--max-new", 8, "--out"]
+    assert run(*argv, tmp_path / "a") == 0
+
+    def small(model, prompts, *rest):
+        if len(prompts) > 2:
+            raise torch.OutOfMemoryError("no room")
+        return generate(model, prompts, *rest)
+
+    monkeypatch.setattr("dflash.regenerate.local.generate", small)
+    assert run(*argv, tmp_path / "b") == 0
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
 def test_a_file_of_another_origin_is_refused_and_left_alone(target, tmp_path, capfd):
     prompts, mine = write(tmp_path / "p.jsonl", say("Hi")), tmp_path / "mine.jsonl"
     argv = ["--prompts", prompts, "--target", target, "--max-new", 4, "--out"]

@@ -108,6 +108,8 @@ class LocalEngine:
         for (one, _), response in zip(prompts, responses, strict=True):
             cut = response[-1] not in self.model.stops
             text = self.model.tokenizer.decode(response if cut else response[:-1], skip_special_tokens=True)
+            if cut:
+                text = text.rstrip("\ufffd")  # a character of several tokens, cut in the middle
             one.messages.append({"role": "assistant", "content": text} | ({"cut": True} if cut else {}))
             one.tokens += len(response)
 
