@@ -30,12 +30,16 @@ Source = tuple[dict[str, Any], Mapping[str, "Tensor"], dict[str, Any]]  # z-lab'
 def arguments(parser: argparse.ArgumentParser) -> None:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--run", dest="trained", metavar="FOLDER", type=Path, help="output folder of a training run")
-    source.add_argument("--from", dest="drafter", metavar="FOLDER", type=Path, help="folder of a drafter in z-lab's format")
+    source.add_argument(
+        "--from", dest="drafter", metavar="FOLDER", type=Path, help="folder of a drafter in z-lab's format"
+    )
     parser.add_argument("--to", metavar="FOLDER", type=Path, required=True, help="folder to write, new or empty")
     parser.add_argument("--format", choices=FORMATS, default="zlab", help="zlab (the default) or speculators")
     parser.add_argument("--variant", metavar="NAME", default="", help="the variant of a run with fanout")
     parser.add_argument("--checkpoint", action="store_true", help="the run's newest checkpoint, not its drafter")
-    parser.add_argument("--verifier", metavar="NAME", help="the target's name for those who read; default: what training was told")
+    parser.add_argument(
+        "--verifier", metavar="NAME", help="the target's name for those who read; default: what training was told"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
