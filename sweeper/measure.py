@@ -7,6 +7,7 @@ a figure that cannot be known is None. Times are seconds, memory is bytes.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -15,7 +16,18 @@ from typing import Any
 ENDS = 10  # steps averaged into loss_first, loss_last, accept_first and accept_last
 SERIES = ("loss", "accept", "accuracy", "coverage", "anchors", "lr", "grad_norm", "queue_bytes")
 SLOTS = ("loss_at", "accuracy_at")  # lists by slot of a block, from slot 1
-MEASURED = ("tau", "tau_low", "tau_high", "tau_untrained", "n", "temperature", "block", "max_new")
+MEASURED = (
+    "tau",
+    "tau_low",
+    "tau_high",
+    "tau_untrained",
+    "n",
+    "temperature",
+    "block",
+    "max_new",
+    "distinct4",
+    "identical",
+)
 SIDES = ("target", "drafter")
 
 
@@ -79,6 +91,7 @@ class Figures(Learnt):
     steps, tokens and the steady window are those of the first variant, for all train on the same stream: its
     context tokens count once, however many variants use them.
     ktok_s: thousands of context tokens a second over the steady window, all drafters of a variant together.
+    steady_seconds: wall time of the window, less what evaluations in it took.
     targets_waited, drafters_waited: share of the window that a worker of this kind stood waiting, on average,
     for room in a queue and for a batch.
     compile_s: seconds spent in compilers, summed over threads, so it may exceed the wall time.
@@ -110,7 +123,8 @@ def figures(events: list[dict[str, Any]]) -> Figures:
     done = next(iter(found.values()), [])
     steady = [s for s in done if s.steady]
     opened = window_start(done)
-    seconds = max(s.t for s in steady) - opened if steady and opened is not None else None
+    closed = max((s.t for s in steady), default=0.0)
+    seconds = None if opened is None else closed - opened - paused(measured, opened, closed)
     tokens = sum(s.tokens for s in steady)
     told = totals(events, "rss_bytes", "compile_seconds")
     names = list(dict.fromkeys([*found, *(e.variant for e in measured)]))
@@ -121,8 +135,8 @@ def figures(events: list[dict[str, Any]]) -> Figures:
         steady_steps=len(steady),
         steady_seconds=seconds,
         steady_tokens=tokens,
-        targets_waited=_waited("target", found, seconds),
-        drafters_waited=_waited("drafter", found, seconds),
+        targets_waited=_waited("target", found, measured),
+        drafters_waited=_waited("drafter", found, measured),
         steps=len(done),
         tokens=sum(s.tokens for s in done),
         time_to_first_step_s=_first_step(events, done),
@@ -151,6 +165,17 @@ def steps(events: Iterable[dict[str, Any]]) -> dict[str, list[Step]]:
 def evaluations(events: Iterable[dict[str, Any]]) -> list[Evaluation]:
     """The evaluations in the order of their end."""
     return sorted((e for event in events if (e := parse_evaluation(event))), key=lambda e: e.t)
+
+
+def paused(measured: Iterable[Evaluation], start: float, end: float) -> float:
+    """Seconds from `start` to `end` in which some variant was evaluated: training stands still meanwhile."""
+    total, done = 0.0, start
+    for began, ended in sorted((e.t - (finite(e.told.get("seconds")) or 0.0), e.t) for e in measured):
+        began, ended = max(began, done), min(ended, end)
+        if ended > began:
+            total += ended - began
+            done = ended
+    return total
 
 
 def window_start(done: list[Step]) -> float | None:
@@ -259,22 +284,24 @@ def _learnt(done: list[Step], measured: list[Evaluation]) -> Learnt:
     )
 
 
-def _waited(side: str, found: dict[str, list[Step]], seconds: float | None) -> float | None:
-    """Share of the window's `seconds` that workers of a side waited; None where no step tells of them.
+def _waited(side: str, found: dict[str, list[Step]], measured: list[Evaluation]) -> float | None:
+    """Share of the measured steps' time that workers of a side waited; None where no step tells of them.
 
-    Steps of several variants may tell of the same worker: those of the first that does count.
+    A step before which training stood still for an evaluation does not count. Steps of several variants may tell
+    of the same worker: those of the first variant that does count.
     """
-    waits: dict[str, float] = {}
+    shares: dict[str, float] = {}
     for done in found.values():
-        told: dict[str, float] = {}
-        for step in done:
-            for worker, waited in step.waits.items():
-                if step.steady and worker.startswith(side):
-                    told[worker] = told.get(worker, 0.0) + max(0.0, waited)
-        waits = told | waits
-    if not waits or not seconds or seconds <= 0:
-        return None
-    return min(1.0, sum(waits.values()) / len(waits) / seconds)
+        span, waits = 0.0, dict[str, float]()
+        for before, step in itertools.pairwise(done):
+            if step.steady and not paused(measured, before.t, step.t):
+                span += step.t - before.t
+                for worker, waited in step.waits.items():
+                    if worker.startswith(side):
+                        waits[worker] = waits.get(worker, 0.0) + max(0.0, waited)
+        if span > 0:
+            shares = {worker: min(1.0, waited / span) for worker, waited in waits.items()} | shares
+    return _mean(list(shares.values()))
 
 
 def _numbers(value: Any) -> dict[str, float]:

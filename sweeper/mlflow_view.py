@@ -35,7 +35,7 @@ from filelock import FileLock
 
 from dflash.events import EVENTS_FILE, STACKS_FILE, EventReader
 from sweeper import store as records
-from sweeper.measure import SERIES, SIDES, Evaluation, Step, finite, parse_evaluation, parse_step, window_start
+from sweeper.measure import SERIES, SIDES, Evaluation, Step, finite, parse_evaluation, parse_step, paused, window_start
 from sweeper.report.table import label, read_json
 
 STATE_FILE = "tracking.json"
@@ -47,7 +47,7 @@ STATUS = {"ok": "FINISHED", "degraded": "FINISHED", "skipped": "FINISHED", "kill
 EVAL_FILE = "eval.csv"
 # Points a series has at most, about: a long run must not fill the store with rows, nor the UI with details.
 POINTS, DETAIL_POINTS = 10_000, 200
-EVALUATED = ("tau", "tau_low", "tau_high", "tau_untrained", "distinct4", "speedup")
+EVALUATED = ("tau", "tau_low", "tau_high", "tau_untrained", "distinct4", "identical", "speedup")
 WRITTEN = ("t", "event", "pid", "thread", "nonfinite")  # what the writer adds to an event of its own
 HEADLINES = ("ktok_s", "time_to_first_step_s", "compile_s")
 TAGS = ("wheel", "cache", "compile", "split", "isolation")
@@ -75,15 +75,27 @@ class _Job:
         found: list[Any] = []
         for number, (variant, steps) in enumerate(self.steps.items()):
             done = [steps[n] for n in sorted(steps)]
-            speed = dict(_speeds(done)) if number == 0 else {}
-            for step in done:
-                if step.step > after.get(variant, 0):
-                    found += _metrics(_told(step) | speed.get(step.step, {}), step.t, step.step, variant)
+            new = [step for step in done if step.step > after.get(variant, 0)]
+            for step in new:
+                found += _metrics(_told(step), step.t, step.step, variant)
+            if number == 0:  # the stream's speed, which the variants share
+                found += self._speeds(done, new)
         for one in self.evaluations[evaluated:]:
             told = {name: value for name in EVALUATED if (value := finite(one.told.get(name))) is not None}
             values = {f"{name}/{_part(one.set)}": value for name, value in told.items()}
             found += _metrics(values, one.t, one.step, one.variant)
         return found
+
+    def _speeds(self, done: list[Step], new: list[Step]) -> Iterator[Any]:
+        """Ktok/s of the measured window up to each new step, `done` being all steps so far."""
+        opened = window_start(done)
+        tokens = sum(step.tokens for step in done[: len(done) - len(new)] if step.steady)
+        for step in new:
+            tokens += step.tokens if step.steady else 0
+            if tokens and opened is not None and _shown(step, POINTS):
+                seconds = step.t - opened - paused(self.evaluations, opened, step.t)
+                if seconds > 0:
+                    yield from _metrics({"ktok_s": tokens / seconds / 1000}, step.t, step.step, "")
 
     @property
     def last(self) -> dict[str, int]:
@@ -325,15 +337,6 @@ def _client(uri: str) -> Any:
     return MlflowClient(tracking_uri=uri)
 
 
-def _speeds(done: list[Step]) -> Iterator[tuple[int, dict[str, float]]]:
-    """Ktok/s of the measured window up to each step of it."""
-    opened, tokens = window_start(done), 0
-    for step in done:
-        tokens += step.tokens if step.steady else 0
-        if tokens and opened is not None and step.t > opened and _shown(step, POINTS):
-            yield step.step, {"ktok_s": tokens / (step.t - opened) / 1000}
-
-
 def _told(step: Step) -> dict[str, float]:
     """The metrics of a step: its series, and now and then the details."""
     values: dict[str, float | None] = {}
@@ -348,7 +351,7 @@ def _told(step: Step) -> dict[str, float]:
         for side in SIDES if step.seconds else ():
             waits = [waited for worker, waited in step.waits.items() if worker.startswith(side)]
             if waits:
-                values[f"train/waited/{side}"] = sum(waits) / len(waits) / (step.seconds or 1.0)
+                values[f"train/waited/{side}"] = min(1.0, sum(waits) / len(waits) / (step.seconds or 1.0))
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -362,11 +365,7 @@ def _metrics(values: dict[str, float], t: float, step: int, variant: str) -> lis
     from mlflow.entities import Metric
 
     last = f"/{_part(variant)}" if variant else ""
-    return [
-        # The speed is the stream's, which the variants share.
-        Metric(name if name == "ktok_s" else name + last, value, int(t * 1000), step)
-        for name, value in values.items()
-    ]
+    return [Metric(name + last, value, int(t * 1000), step) for name, value in values.items()]
 
 
 def _part(text: str) -> str:

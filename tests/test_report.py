@@ -89,7 +89,8 @@ def test_tau_is_a_column_where_it_was_measured(tmp_path: Path) -> None:
     assert "1.70 [1.50, 1.90]" in locked
     assert " -" in unlocked
     assert not any("loss" in line for line in notes), "one set needs no second table"
-    assert "tau on gsm8k: 32 prompts, T=0, block 8, at most 128 tokens, untrained 1" in notes
+    conditions = "32 prompts, T=0, block 8, at most 128 tokens, untrained 1, distinct-4 0.8"
+    assert f"tau on gsm8k: {conditions}, share identical to plain decoding 1" in notes
 
 
 def test_several_sets_and_variants_are_told_apart_below(tmp_path: Path) -> None:

@@ -32,6 +32,8 @@ CONDITIONS = {
     "block": "block {}",
     "max_new": "at most {} tokens",
     "tau_untrained": "untrained {}",
+    "distinct4": "distinct-4 {}",
+    "identical": "share identical to plain decoding {}",
 }
 CLEAR_WAIT = 0.25  # share of the window from which waiting is told
 
