@@ -6,8 +6,8 @@
 Writes OUT/train.jsonl and OUT/eval/{humaneval,mtbench,gsm8k,stdlib}.jsonl: chat JSONL without assistant turns, which
 `python -m dflash regenerate` makes. Folders are unpacked packages (README.md names them); functions come from the
 standard library of the Python that runs this. Whole files of it are held out for eval/stdlib.jsonl, and no training
-prompt shares 50 characters in a row with an evaluation prompt. Any beginning of train.jsonl is a fair mix of all
-sources. The same input gives the same files.
+prompt shares 50 characters in a row with an evaluation prompt, wordings aside. Any beginning of
+train.jsonl is a fair mix of all sources. The same input gives the same files.
 """
 
 from __future__ import annotations
