@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash.blocks import acceptance_lengths, gamma_for, make_blocks, sample_anchors
+from dflash.blocks import acceptance_lengths, coverage, gamma_for, make_blocks, sample_anchors
 
 MASK = 7
 
@@ -75,6 +75,40 @@ def test_anchors_are_distinct_sorted_eligible_and_as_many_as_there_are(row, num_
     assert (anchors == sample_anchors(mask, document, num_anchors, (seed, 1))).all()
 
 
+@given(rows(), st.integers(1, 40), st.integers(0, 5))
+@settings(max_examples=200, deadline=None)
+def test_documents_share_a_rows_anchors_as_equally_as_they_can(row, num_anchors, seed):
+    mask, document = row["loss_mask"], row["document"]
+    everything = sample_anchors(mask, document, len(mask), (0,))
+    available = np.bincount(document[everything[everything >= 0]], minlength=4)
+    anchors = sample_anchors(mask, document, num_anchors, (seed,))
+    shares = np.bincount(document[anchors[anchors >= 0]], minlength=4)
+    assert shares.sum() == min(num_anchors, available.sum())
+    assert (shares <= available).all()
+    # Nobody who could take more has less than anybody else, but for the rest that does not divide.
+    for one in np.flatnonzero(shares < available):
+        assert shares[one] >= shares.max() - 1
+
+
+@given(rows(), st.integers(2, 6), st.integers(1, 12), st.integers(0, 3))
+@settings(max_examples=200, deadline=None)
+def test_coverage_counts_the_supervised_tokens_that_are_some_slots_label(row, block, num_anchors, seed):
+    anchors = sample_anchors(row["loss_mask"], row["document"], num_anchors, (seed,))
+    tensors = {k: torch.from_numpy(v)[None] for k, v in row.items()}
+    got = make_blocks(**tensors, anchors=torch.from_numpy(anchors)[None], block=block, mask_token=MASK, gamma=4.0)
+    labels = {int(token) for token in got.labels[got.weight > 0]}  # tokens of these rows are all different
+    want = len(labels), int(row["loss_mask"].sum())
+    assert coverage(row["loss_mask"], row["document"], anchors, block) == want
+
+
+def test_short_documents_are_not_starved_by_a_long_one():
+    document = np.repeat([0, 1, 2], [200, 10, 10])
+    mask = np.ones(220, dtype=bool)
+    for seed in range(20):
+        anchors = sample_anchors(mask, document, 32, (seed,))
+        assert np.bincount(document[anchors]).tolist() == [14, 9, 9]
+
+
 def test_every_eligible_position_is_drawn_about_equally_often():
     mask = np.ones(12, dtype=bool)
     document = np.repeat([0, 1], 6)
@@ -92,20 +126,14 @@ def test_every_eligible_position_is_drawn_about_equally_often():
 def test_acceptance_length_is_one_plus_the_run_of_right_labelled_slots(data):
     num, block = data.draw(st.integers(1, 4)), data.draw(st.integers(2, 6))
     size = num * block
-    correct = torch.tensor([data.draw(st.lists(st.booleans(), min_size=size, max_size=size))])
-    weight = torch.tensor([data.draw(st.lists(st.sampled_from([0.0, 0.5]), min_size=size, max_size=size))])
-    anchors = torch.tensor([data.draw(st.lists(st.sampled_from([-1, 3]), min_size=num, max_size=num))])
+    correct = torch.tensor([data.draw(st.lists(st.sampled_from([0.0, 1.0]), min_size=size, max_size=size))])
     expected = []
     for i in range(num):
-        if anchors[0, i] < 0:
-            continue
         run = 0
-        for k in range(1, block):
-            if not (correct[0, i * block + k] and weight[0, i * block + k] > 0):
-                break
+        while run + 1 < block and correct[0, i * block + run + 1]:
             run += 1
         expected.append(1.0 + run)
-    assert acceptance_lengths(correct, weight, anchors, block).tolist() == expected
+    assert acceptance_lengths(correct, block).tolist() == [expected]
 
 
 def test_the_papers_decay_and_its_mean_over_a_block():

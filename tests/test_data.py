@@ -1,6 +1,46 @@
 """A data file to a data set: the account adds up, and the shipped example is what it says it is."""
 
-# --- the whole ----------------------------------------------------------------------------------
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from dflash import models
+from dflash.data import chat, dataset, tokens
+from dflash.data.document import eligible_anchors
+from dflash.settings import Data, SettingError
+
+EXAMPLES = Path(dataset.__file__).parent / "examples" / "smollm2-chat.jsonl"
+MODEL = "SmolLM2-135M-Instruct"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(models_dir):
+    return AutoTokenizer.from_pretrained(models.folder(MODEL, models_dir), local_files_only=True)
+
+
+@pytest.fixture(scope="module")
+def model(models_dir):
+    return AutoModelForCausalLM.from_pretrained(models.folder(MODEL, models_dir), dtype=torch.float32)
+
+
+@pytest.fixture
+def load(tokenizer, tmp_path):
+    def call(path=EXAMPLES, seed=0, progress=lambda done, total: None, **options):
+        data = Data(path=str(path), **options)
+        return dataset.load(
+            data, tokenizer, embedding_rows=49_152, seed=seed, cache=tmp_path / "data", progress=progress
+        )
+
+    return call
+
+
+def say(*texts):
+    """Messages of user and assistant in turn."""
+    return [{"role": ("user", "assistant")[number % 2], "content": text} for number, text in enumerate(texts)]
 
 
 def write(path, *conversations):
@@ -8,9 +48,9 @@ def write(path, *conversations):
     return str(path)
 
 
-def test_the_summary_adds_up_with_the_rows(tokenizer):
+def test_the_summary_adds_up_with_the_rows(load):
     calls = []
-    data = dataset.load(Data(path=str(EXAMPLES)), tokenizer, seed=0, progress=lambda *done: calls.append(done))
+    data = load(progress=lambda *done: calls.append(done))
     rows = [data.rows.build(at) for at in range(len(data.rows))]
     summary = data.summary
     assert summary["rows"] == len(rows)
@@ -20,12 +60,13 @@ def test_the_summary_adds_up_with_the_rows(tokenizer):
     assert summary["documents"] == sum(int(row.document.max()) + 1 for row in rows)
     assert summary["fill"] == pytest.approx(summary["tokens"] / (256 * len(rows)))
     assert all(eligible_anchors(row.loss_mask, row.document).any() for row in rows)
-    assert calls[-1] == (summary["documents"], summary["documents"])
+    assert sum(summary["lengths"].values()) == summary["documents"]
+    assert calls[-1] == (EXAMPLES.stat().st_size,) * 2
     json.dumps(summary)
 
 
-def test_the_shipped_data_is_used_whole_in_rows_of_256(tokenizer):
-    summary = dataset.load(Data(path=str(EXAMPLES)), tokenizer, seed=0).summary
+def test_the_shipped_data_is_used_whole_in_rows_of_256(load):
+    summary = load().summary
     assert summary["skipped"] == {}
     assert summary["longest"] <= 256
     assert summary["documents"] == len(EXAMPLES.read_text().splitlines()) >= 200
@@ -34,27 +75,30 @@ def test_the_shipped_data_is_used_whole_in_rows_of_256(tokenizer):
     assert turns[4] >= 30
 
 
-def test_what_is_longer_than_a_row_is_skipped_cut_or_refused_as_told(tokenizer, tmp_path):
+def test_what_is_longer_than_a_row_is_skipped_cut_or_refused_as_told(load, tokenizer, tmp_path):
     path = write(tmp_path / "c.jsonl", say("Hi", "Hello"), say("Hi", "one two three " * 40))
     short = len(tokenizer.apply_chat_template(say("Hi", "Hello"), return_dict=False))
-    skip = dataset.load(Data(path=path, row_tokens=64), tokenizer, seed=0).summary
+    skip = load(path, row_tokens=64).summary
     assert skip["skipped"] == {"longer than a row": 1}
     assert (skip["documents"], skip["cut"], skip["tokens"]) == (1, 0, short)
     assert skip["longest"] > 120
-    cut = dataset.load(Data(path=path, row_tokens=64, too_long="cut"), tokenizer, seed=0).summary
+    cut = load(path, row_tokens=64, too_long="cut").summary
     assert (cut["documents"], cut["cut"], cut["tokens"], cut["skipped"]) == (2, 1, short + 64, {})
+    split = load(path, row_tokens=64, too_long="split").summary
+    assert (split["split"], split["cut"], split["skipped"]) == (1, 0, {})
+    assert split["tokens"] == short + skip["longest"]
     with pytest.raises(SettingError, match=r"data\.row_tokens=64: is too short for line 2 of .*c\.jsonl"):
-        dataset.load(Data(path=path, row_tokens=64, too_long="error"), tokenizer, seed=0)
+        load(path, row_tokens=64, too_long="error")
 
 
-def test_a_document_without_place_for_an_anchor_is_counted_and_nothing_left_is_refused(tokenizer, tmp_path):
+def test_a_document_without_place_for_an_anchor_is_counted_and_nothing_left_is_refused(load, tmp_path):
     lonely = say("Hi", "")  # the end of the turn is the only supervised token
     path = write(tmp_path / "c.jsonl", lonely, say("Hi", "Hello"))
-    assert dataset.load(Data(path=path), tokenizer, seed=0).summary["skipped"] == {"no place for an anchor": 1}
+    assert load(path).summary["skipped"] == {"no place for an anchor": 1}
     path = write(tmp_path / "d.jsonl", lonely, say("Hi " * 300, "Hello"))
     for too_long, counted in (("skip", "'longer than a row': 1"), ("cut", "'no place for an anchor': 2")):
         with pytest.raises(SettingError, match="holds nothing to train on") as caught:
-            dataset.load(Data(path=path, too_long=too_long), tokenizer, seed=0)
+            load(path, too_long=too_long)
         assert counted in str(caught.value)
 
 

@@ -75,7 +75,8 @@ def _job(arguments: argparse.Namespace) -> JobSettings:
     values: dict[str, Any] = {"data": {}, "target": {}}
     for word in arguments.settings:
         if not word.startswith("data."):
-            raise SettingError(word, "", "must be a setting of the data, such as data.reasoning=drop")
+            key, _, value = word.partition("=")
+            raise SettingError(key, value, "must be a setting of the data, such as data.reasoning=drop")
         override(values, word)
     if "path" in values["data"]:
         raise SettingError("data.path", values["data"]["path"], "is given as --data")

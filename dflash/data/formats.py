@@ -118,9 +118,12 @@ def _messages(row: Any) -> list[dict[str, Any]]:
 def _checked(messages: list[Any]) -> list[dict[str, Any]]:
     if not messages:
         raise BadRow("no messages")
+    checked = []
     for number, message in enumerate(messages, start=1):
         if not isinstance(message, dict):
             raise BadRow("a message is no object", f"message {number}")
+        if message.get("tool_calls") and message.get("content", "") is None:
+            message = message | {"content": ""}  # as OpenAI writes a turn that is nothing but calls
         if message.get("role") not in ROLES:
             raise BadRow(
                 "unknown role",
@@ -130,7 +133,8 @@ def _checked(messages: list[Any]) -> list[dict[str, Any]]:
             raise BadRow("content is no text", f"message {number}")
         if not isinstance(message.get("reasoning_content", ""), str | None):
             raise BadRow("reasoning_content is no text", f"message {number}")
-    return messages
+        checked.append(message)
+    return checked
 
 
 def _sharegpt(row: Any) -> list[dict[str, Any]]:

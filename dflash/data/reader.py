@@ -103,6 +103,7 @@ class Reader:
         if self.path.suffix == ".json" and self._is_list():
             self._unit = "row"
             yield from self._listed()
+            self.done = self.size
             return
         with open(self.path, "rb") as file:
             for line, content in enumerate(file, start=1):
@@ -152,7 +153,7 @@ class Reader:
             piece = file.read(characters)
         except UnicodeDecodeError as error:
             raise SettingError("data.path", self._asked, f"must be UTF-8 text ({error.reason})") from None
-        self.done = min(self.size, self.done + len(piece)) if piece else self.size
+        self.done = min(self.size, self.done + len(piece))  # a character may be several bytes
         return piece
 
     def _broken(self, number: int, error: Exception) -> SettingError:

@@ -33,8 +33,8 @@ from dflash.data.formats import BadRow, Conversation, Ids, Record, Text
 from dflash.settings import SettingError
 
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_THOUGHT = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
-_OPEN_THOUGHT = re.compile(r"\s*<think>(?!.*</think>)", re.DOTALL)
+_THOUGHT = re.compile(r"\A\s*<think>(.*?)</think>\s*", re.DOTALL)
+_OPEN_THOUGHT = re.compile(r"\A\s*<think>(?!.*</think>)", re.DOTALL)
 _PROBE = (
     "def f(x):\n\treturn x ** 2  # 12345 \u00e9\u4e2d\u6587 \U0001f600\nIt's the King's  speech, isn't it? "
     "HTTPServer foo_bar a1b2 \u0646\u0635 e\u0301 ...\r\n\n  end"
