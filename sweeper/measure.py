@@ -91,7 +91,7 @@ class Figures(Learnt):
     steps, tokens and the steady window are those of the first variant, for all train on the same stream: its
     context tokens count once, however many variants use them.
     ktok_s: thousands of context tokens a second over the steady window, all drafters of a variant together.
-    steady_seconds: wall time of the window, less what evaluations in it took.
+    steady_seconds: wall time of the window, less what the first variant's evaluations in it took.
     targets_waited, drafters_waited: share of the window that a worker of this kind stood waiting, on average,
     for room in a queue and for a batch.
     compile_s: seconds spent in compilers, summed over threads, so it may exceed the wall time.
@@ -124,7 +124,7 @@ def figures(events: list[dict[str, Any]]) -> Figures:
     steady = [s for s in done if s.steady]
     opened = window_start(done)
     closed = max((s.t for s in steady), default=0.0)
-    seconds = None if opened is None else closed - opened - paused(measured, opened, closed)
+    seconds = None if opened is None else closed - opened - overlap(pauses(done, measured), opened, closed)
     tokens = sum(s.tokens for s in steady)
     told = totals(events, "rss_bytes", "compile_seconds")
     names = list(dict.fromkeys([*found, *(e.variant for e in measured)]))
@@ -167,15 +167,25 @@ def evaluations(events: Iterable[dict[str, Any]]) -> list[Evaluation]:
     return sorted((e for event in events if (e := parse_evaluation(event))), key=lambda e: e.t)
 
 
-def paused(measured: Iterable[Evaluation], start: float, end: float) -> float:
-    """Seconds from `start` to `end` in which some variant was evaluated: training stands still meanwhile."""
-    total, done = 0.0, start
-    for began, ended in sorted((e.t - (finite(e.told.get("seconds")) or 0.0), e.t) for e in measured):
-        began, ended = max(began, done), min(ended, end)
-        if ended > began:
-            total += ended - began
-            done = ended
-    return total
+def pauses(done: list[Step], measured: Iterable[Evaluation]) -> list[tuple[float, float]]:
+    """When a variant stood still to be evaluated, as (from, to) in Unix seconds, apart from each other and in order.
+
+    From the end of the step to the end of the evaluation: what it waits for and loads before is part of it.
+    """
+    ends = {step.step: step.t for step in done}
+    spans: list[tuple[float, float]] = []
+    for one in sorted(measured, key=lambda e: e.t):
+        began = ends.get(one.step, one.t) if done and one.variant == done[0].variant else one.t
+        if spans and began <= spans[-1][1]:
+            spans[-1] = (min(began, spans[-1][0]), one.t)
+        elif began < one.t:
+            spans.append((began, one.t))
+    return spans
+
+
+def overlap(spans: Iterable[tuple[float, float]], start: float, end: float) -> float:
+    """Seconds from `start` to `end` that lie in spans."""
+    return sum(max(0.0, min(to, end) - max(since, start)) for since, to in spans)
 
 
 def window_start(done: list[Step]) -> float | None:
@@ -291,10 +301,11 @@ def _waited(side: str, found: dict[str, list[Step]], measured: list[Evaluation])
     of the same worker: those of the first variant that does count.
     """
     shares: dict[str, float] = {}
+    still = [span for done in found.values() for span in pauses(done, measured)]
     for done in found.values():
         span, waits = 0.0, dict[str, float]()
         for before, step in itertools.pairwise(done):
-            if step.steady and not paused(measured, before.t, step.t):
+            if step.steady and not overlap(still, before.t, step.t):
                 span += step.t - before.t
                 for worker, waited in step.waits.items():
                     if worker.startswith(side):

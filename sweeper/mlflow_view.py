@@ -35,7 +35,18 @@ from filelock import FileLock
 
 from dflash.events import EVENTS_FILE, STACKS_FILE, EventReader
 from sweeper import store as records
-from sweeper.measure import SERIES, SIDES, Evaluation, Step, finite, parse_evaluation, parse_step, paused, window_start
+from sweeper.measure import (
+    SERIES,
+    SIDES,
+    Evaluation,
+    Step,
+    finite,
+    overlap,
+    parse_evaluation,
+    parse_step,
+    pauses,
+    window_start,
+)
 from sweeper.report.table import label, read_json
 
 STATE_FILE = "tracking.json"
@@ -88,12 +99,12 @@ class _Job:
 
     def _speeds(self, done: list[Step], new: list[Step]) -> Iterator[Any]:
         """Ktok/s of the measured window up to each new step, `done` being all steps so far."""
-        opened = window_start(done)
+        opened, still = window_start(done), pauses(done, self.evaluations)
         tokens = sum(step.tokens for step in done[: len(done) - len(new)] if step.steady)
         for step in new:
             tokens += step.tokens if step.steady else 0
             if tokens and opened is not None and _shown(step, POINTS):
-                seconds = step.t - opened - paused(self.evaluations, opened, step.t)
+                seconds = step.t - opened - overlap(still, opened, step.t)
                 if seconds > 0:
                     yield from _metrics({"ktok_s": tokens / seconds / 1000}, step.t, step.step, "")
 

@@ -121,20 +121,20 @@ def test_waiting_is_a_share_of_the_window_for_each_side() -> None:
 
 
 def test_evaluations_inside_the_window_are_no_training_time() -> None:
-    """Two variants are evaluated after step 8, one after the other, which takes 50 s and then 30 s."""
+    """Two variants are evaluated on two sets after step 8, one after the other."""
     told = []
     for event in fanout(events(steps=13, pace=1.0, steady_after=3), "a", "b"):
         later = 80.0 if event["event"] == "step" and event["step"] > 8 else 0.0
         waits = {"target0": 0.2 + later} if event.get("step") == 9 else {"target0": 0.2}
         told.append(event | {"t": event["t"] + later, "wait_s": waits})
-    paused = [
-        evaluated(8, 1.5, variant=v, at=at) | {"seconds": s} for v, at, s in (("a", 78.5, 50.0), ("b", 108.5, 30.0))
-    ]
-    overlapping = [evaluated(8, 1.4, "humaneval", "a", at=78.5) | {"seconds": 10.0}]
-    found = figures(told + paused + overlapping)
+    taken = (("a", "gsm8k", 68), ("a", "humaneval", 108), ("b", "gsm8k", 88), ("b", "humaneval", 98))
+    measured = [evaluated(8, 1.5, prompts, variant, at=at) for variant, prompts, at in taken]
+    found = figures(told + measured)
     assert found.steady_seconds == pytest.approx(10.0)
     assert found.ktok_s == pytest.approx(0.5)
     assert found.targets_waited == pytest.approx(0.2)
+    others = figures(told + [e for e in measured if e["variant"] == "b"])
+    assert others.steady_seconds == pytest.approx(90.0), "the first variant could have gone on"
 
 
 @pytest.mark.parametrize("told", [[], [{"event": "end", "t": BEGAN}], events()[:1]])
