@@ -32,8 +32,8 @@ KINDS: dict[str, str] = {
     "thread": "a worker thread or process began: name, role (target|drafter), ident (hex, as in stack dumps), device",
     "stage": "a stage began: stage (one of STAGES)",
     "progress": "work got done inside a stage: what, done, total",
-    "data": "the data set was read: documents, rows, tokens, supervised, anchors, fill, longest, cut, lengths "
-    "(histogram: {upper bound: documents}), skipped {reason: count}",
+    "data": "the data set was read: documents, rows, tokens, supervised, anchors, fill, longest, cut, split, "
+    "lengths (histogram: {upper bound: documents}), skipped {reason: count}",
     "step": "a training step ended on all drafters of a variant: variant (its name, '' without fanout), step (from "
     "1), steps, tokens (unpadded context tokens of these drafters), loss, accept (teacher-forced acceptance length, "
     "bonus token included), accuracy, loss_at and accuracy_at (lists by slot, from slot 1; null where no label), "

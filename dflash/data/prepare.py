@@ -118,7 +118,8 @@ def _encoded(
     if isinstance(first[0], Conversation):
         tokens.check_tokenizer(tokenizer)
     yield first, tokens.encode(first, tokenizer, reasoning, embedding_rows)
-    workers = min(len(os.sched_getaffinity(0)), reader.size // _BYTES_A_WORKER, _MOST_WORKERS)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    workers = min(cores, reader.size // _BYTES_A_WORKER, _MOST_WORKERS)
     if workers < 2:
         for batch in batches:
             yield batch, tokens.encode(batch, tokenizer, reasoning, embedding_rows)
