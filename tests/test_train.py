@@ -148,7 +148,7 @@ def test_a_job_trains_reports_and_leaves_a_drafter(job):
     (data,) = one.events("data")
     assert data["documents"] == 24
     assert 0 < steps[0]["tokens"] <= 64  # unpadded
-    assert [e["stage"] for e in one.events("stage")] == ["load", "data", "warmup", "train", "save"]
+    assert [e["stage"] for e in one.events("stage")] == ["data", "load", "warmup", "train", "save"]
     assert one.events("end")[-1]["status"] == "ok"
     assert load_file(one.out / "drafter" / "model.safetensors")["fc.weight"].shape == (32, 64)
 
@@ -157,11 +157,17 @@ def test_drafters_that_average_equal_one_drafter_on_the_joint_batch(job):
     joint = job("joint", train__rows=2, split="1t1d")
     apart = job("apart", split="1t2d")
     many = job("many", split="2t2d")
-    for one in (joint, apart, many):
+    gathered = job("gathered", train__accumulate=2)
+    for one in (joint, apart, many, gathered):
         code, errors = one.run()
         assert code == 0, errors
     assert apart.losses() == pytest.approx(joint.losses(), rel=1e-5)
     assert many.losses() == apart.losses()  # who makes the features changes nothing, not a bit
+    assert gathered.losses() == pytest.approx(joint.losses(), rel=1e-5)
+    for one in (apart, gathered):
+        for mine, theirs in zip(one.events("step"), joint.events("step"), strict=True):
+            for name in ("loss_at", "accuracy_at", "accept", "coverage", "grad_norm"):
+                assert mine[name] == pytest.approx(theirs[name], rel=1e-4), name
     assert [e["tokens"] for e in apart.events("step")] == [e["tokens"] for e in joint.events("step")]
 
 
@@ -177,19 +183,122 @@ def test_processes_train_as_threads_do(job):
     assert len({e["pid"] for e in processes.events("thread")}) == 3
 
 
-@pytest.mark.parametrize("isolation", ["threads", "processes"])
-def test_sigterm_ends_after_a_whole_step_and_says_so(job, isolation):
-    one = job(train__steps=100000, split="1t2d", isolation=isolation)
+def stopped(one: Job, number: signal.Signals, steps: int) -> int:
+    """Send a running job a signal after some steps; gives its exit status."""
     process = one.start()
     try:
-        one.wait_for("step", 3)
-        process.send_signal(signal.SIGTERM)
+        one.wait_for("step", steps)
+        process.send_signal(number)
         process.communicate(timeout=60)
     finally:
         process.kill()
-    assert process.returncode == 143
-    assert one.events("end")[-1]["status"] == "interrupted"
-    assert (one.out / "drafter" / "model.safetensors").exists()
+    return process.returncode
+
+
+@pytest.mark.parametrize(
+    ("isolation", "number"), [("threads", signal.SIGTERM), ("threads", signal.SIGUSR2), ("processes", signal.SIGTERM)]
+)
+def test_a_job_that_is_asked_to_end_saves_and_goes_on_bit_for_bit(job, isolation, number):
+    whole = job("whole", train__steps=60, split="1t2d", isolation=isolation)
+    code, errors = whole.run()
+    assert code == 0, errors
+    one = job("one", train__steps=60, split="1t2d", isolation=isolation)
+    assert stopped(one, number, steps=3) == 75
+    assert one.events("end")[-1]["status"] == "requeue"
+    (saved,) = one.events("checkpoint")
+    assert saved["step"] == one.events("step")[-1]["step"] < 60
+    code, errors = one.run()
+    assert code == 0, errors
+    assert one.events("resume")[0]["step"] == saved["step"]
+    assert [e["step"] for e in one.events("step")] == list(range(1, 61))
+    assert one.losses() == whole.losses()
+    trained = [load_file(each.out / "drafter" / "model.safetensors") for each in (whole, one)]
+    assert all(torch.equal(trained[0][name], trained[1][name]) for name in trained[0])
+
+
+def test_a_killed_job_goes_on_from_its_last_whole_checkpoint(job):
+    whole = job("whole", train__steps=40)
+    code, errors = whole.run()
+    assert code == 0, errors
+    one = job("one", train__steps=40, train__save_every=4)
+    process = one.start()
+    one.wait_for("checkpoint", 3)
+    process.kill()
+    process.communicate(timeout=60)
+    newest = sorted((one.out / "checkpoints").glob("step-*"))[-1]
+    (newest / "drafter.safetensors").write_bytes(b"half a file")
+    code, errors = one.run()
+    assert code == 0, errors
+    (warning,) = [w for w in one.events("warning") if w["code"] == "checkpoint.damaged"]
+    assert newest.name in warning["message"]
+    assert one.events("resume")[0]["step"] == int(newest.name[5:]) - 4
+    assert {e["step"]: e["loss"] for e in one.events("step")} == dict(enumerate(whole.losses(), 1))
+    assert len(list((one.out / "checkpoints").glob("step-*"))) == 2
+
+
+def test_a_checkpoint_of_another_job_is_refused_in_one_sentence(job):
+    code, errors = job("one", train__steps=6, train__save_every=3).run()
+    assert code == 0, errors
+    code, errors = job("one", train__steps=6, optim__lr=1e-2).run()
+    assert code == 2
+    assert "dflash: optim.lr=0.01: must be 0.003, as in the checkpoint" in errors
+
+
+def test_a_checkpoint_that_cannot_be_written_costs_the_checkpoint_not_the_run(job):
+    one = job(train__steps=8, train__save_every=3)
+    (one.out / "checkpoints").write_text("in the way")
+    code, errors = one.run()
+    assert code == 0, errors
+    assert {w["code"] for w in one.events("warning")} >= {"checkpoint.failed"}
+    assert len(one.losses()) == 8
+
+
+def test_variants_of_a_fanout_train_as_they_would_alone(job):
+    """One stream of features, each variant with its own loss, block and depth, and its own curve."""
+    variants = {
+        "small": {"drafter": {"block": 2}},
+        "deep": {"drafter": {"layers": 2, "anchors": 4}, "optim": {"lr": 1e-3}},
+        "soft": {"loss": {"kind": "kl"}},
+    }
+    together = job("together", split="2t3d", fanout=variants)
+    code, errors = together.run()
+    assert code == 0, errors
+    for name, changes in variants.items():
+        alone = job(name, **{f"{s}__{k}": v for s, settings in changes.items() for k, v in settings.items()})
+        code, errors = alone.run()
+        assert code == 0, errors
+        mine = [e["loss"] for e in together.events("step") if e["variant"] == name]
+        assert mine == pytest.approx(alone.losses(), rel=1e-6)
+        assert (together.out / "drafter" / name / "model.safetensors").exists()
+    made = {e["step"]: e["tokens"] for e in together.events("step")}
+    assert made == {e["step"]: e["tokens"] for e in alone.events("step")}
+
+
+def test_a_fanout_of_processes_that_was_stopped_goes_on(job):
+    settings = {"split": "1t2d", "isolation": "processes", "fanout": {"a": {}, "b": {"loss": {"kind": "dpace"}}}}
+    whole, one = job("whole", train__steps=40, **settings), job("one", train__steps=40, **settings)
+    code, errors = whole.run()
+    assert code == 0, errors
+    assert stopped(one, signal.SIGTERM, steps=6) == 75
+    code, errors = one.run()
+    assert code == 0, errors
+    for name in ("a", "b"):
+        losses = [{e["step"]: e["loss"] for e in each.events("step") if e["variant"] == name} for each in (one, whole)]
+        assert losses[0] == losses[1]
+        assert len(losses[0]) == 40
+
+
+def test_acceptance_is_measured_on_the_way_and_at_the_end(job, tmp_path):
+    prompts = tmp_path / "asked.jsonl"
+    rows = [{"messages": [{"role": "user", "content": f"question {n}"}]} for n in range(3)]
+    prompts.write_text("\n".join(map(json.dumps, rows)))
+    one = job(eval={"prompts": [str(prompts)], "every": 5, "max_new": 12}, train__steps=8)
+    code, errors = one.run()
+    assert code == 0, errors
+    found = one.events("eval")
+    assert [(e["step"], e["set"], e["n"], e["identical"]) for e in found] == [(5, "asked", 3, 1), (8, "asked", 3, 1)]
+    assert all(1 <= e["tau"] <= 4 for e in found)
+    assert "asked" in (one.out / "drafter" / "README.md").read_text()
 
 
 def test_a_worker_process_that_is_killed_ends_the_job_with_its_name(job):

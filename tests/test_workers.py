@@ -13,7 +13,11 @@ from dflash.events import EventReader, EventWriter
 from dflash.pipeline.average import ThreadAverager
 from dflash.pipeline.batch import Batch
 from dflash.pipeline.channel import ChannelStats
-from dflash.pipeline.workers import FrozenEnds, Tools, run_drafter
+from dflash.pipeline.drafter_worker import Work, run_drafter
+from dflash.pipeline.layout import Layout
+from dflash.pipeline.step import FrozenEnds
+from dflash.pipeline.tools import Tools
+from dflash.plan import Variant
 from dflash.probe import Probe
 from dflash.settings import JobSettings
 
@@ -38,7 +42,7 @@ class Backlog:
     def get(self, device: torch.device) -> Batch:
         row = torch.arange(16)[None]
         ones = torch.ones_like(row, dtype=torch.bool)
-        batch = Batch(0, row, ones, row * 0, row, torch.tensor([[2, 5]]), 16, torch.randn(1, 16, 8))
+        batch = Batch(0, row, ones, row * 0, row, 16, torch.randn(1, 16, 8), anchors=torch.tensor([[2, 5]]))
         self.given += 1
         return replace(batch, made=1.0 if self.given <= self.waiting else time.time())
 
@@ -58,10 +62,15 @@ def steady_steps(tmp_path: Path, waiting: int, steady_after: int) -> list[int]:
     events = EventWriter(tmp_path / "events.jsonl")
     probe = Probe(events)
     strategy = strategies.make("eager", "cpu", probe)
-    drafter = Drafter(Geometry.settle(job.drafter, TARGET), strategy.prepare, strategy.attend)
+    geometry = Geometry.settle(job.drafter, TARGET)
+    drafter = Drafter(geometry, strategy.prepare, strategy.attend)
     ends = FrozenEnds(torch.randn(16, 8), 1.0, torch.randn(16, 8), 15)
-    tools = Tools(job, events, probe, strategy, lambda: False)
-    run_drafter(tools, 0, drafter, ends, {(0, 0): Backlog(waiting)}, ThreadAverager(1))
+    layout = Layout.of(job)
+    tools = Tools(job, layout, {"": 0}, {(0, 0): Backlog(waiting)}, events, probe, strategy, lambda: False)
+    variant = Variant("", job, geometry, 15, [1], tmp_path, tmp_path, {})
+    work = Work(layout.seats[0], variant, drafter, ends, ThreadAverager(1), None, TARGET, {})
+    status, _ = run_drafter(tools, work)
+    assert status == "ok"
     return [e["step"] for e in EventReader(tmp_path / "events.jsonl").poll() if e["event"] == "step" and e["steady"]]
 
 

@@ -4,8 +4,8 @@ Queries are block slots: slot k of block i has index i*B + k, so Q = N*B. Keys a
 row, then the same Q block slots. Slot k of block i, whose anchor is context token a, sees
 
 - context token t when t < a, strictly, and both are of one document, which lies in one piece; with a window W
-  also a + k - t < W. The anchor's own feature stays hidden: at inference the anchor is the token just sampled, which the target
-  has not read yet.
+  also a + k - t < W. The anchor's own feature stays hidden: at inference the anchor is the token just sampled,
+  which the target has not read yet.
 - every slot of its own block, earlier and later, and none of another's.
 
 An empty block (anchor -1) sees nothing and its output is zero.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,10 +14,10 @@ from dflash.data.rows import Rows
 
 @dataclass(frozen=True)
 class Batch:
-    """R packed rows of S tokens with their anchors and, once a target has seen them, their features.
+    """R packed rows of S tokens; their features, once a target has seen them; anchors, once a drafter is known.
 
-    tokens, document, position int64 [R, S]; loss_mask bool [R, S]; anchors int64 [R, N]; features
-    [R, S, taps * H] on the device of whoever holds the batch; all else on the CPU.
+    tokens, document, position int64 [R, S]; loss_mask bool [R, S]; anchors int64 [R, N]; features [R, S, width]
+    (Target.width) on the device of whoever holds the batch; all else on the CPU.
     """
 
     index: int
@@ -26,13 +25,11 @@ class Batch:
     loss_mask: Tensor
     document: Tensor
     position: Tensor
-    anchors: Tensor
     context_tokens: int  # without padding
     features: Tensor | None = None
     made: float = 0.0  # when the target had finished the features, Unix seconds
-
-    def with_features(self, features: Tensor) -> Batch:
-        return replace(self, features=features, made=self.made or time.time())
+    seconds: float = 0.0  # what the features took the target
+    anchors: Tensor | None = None
 
     @property
     def bytes(self) -> int:
@@ -46,26 +43,30 @@ class BatchSource:
 
     rows: Rows
     rows_per_batch: int
-    anchors: int
     seed: int
 
     def batch(self, index: int) -> Batch:
-        numbers = range(index * self.rows_per_batch, (index + 1) * self.rows_per_batch)
-        rows = [self.rows.row(n) for n in numbers]
-        anchors = [
-            sample_anchors(row.loss_mask, row.document, self.anchors, (self.seed, n))
-            for n, row in zip(numbers, rows, strict=True)
-        ]
-
-        def stack(arrays: list[np.ndarray]) -> Tensor:
-            return torch.from_numpy(np.stack(arrays))
-
+        rows = [self.rows.row(n) for n in self._numbers(index)]
         return Batch(
             index=index,
-            tokens=stack([r.tokens for r in rows]),
-            loss_mask=stack([r.loss_mask for r in rows]),
-            document=stack([r.document for r in rows]),
-            position=stack([r.position for r in rows]),
-            anchors=stack(anchors),
+            tokens=_stack([r.tokens for r in rows]),
+            loss_mask=_stack([r.loss_mask for r in rows]),
+            document=_stack([r.document for r in rows]),
+            position=_stack([r.position for r in rows]),
             context_tokens=sum(r.length for r in rows),
         )
+
+    def anchored(self, batch: Batch, anchors: int) -> Batch:
+        """The batch with `anchors` anchors a row; the same ones for the same batch and number."""
+        drawn = [
+            sample_anchors(loss_mask.numpy(), document.numpy(), anchors, (self.seed, n))
+            for n, loss_mask, document in zip(self._numbers(batch.index), batch.loss_mask, batch.document, strict=True)
+        ]
+        return replace(batch, anchors=_stack(drawn))
+
+    def _numbers(self, index: int) -> range:
+        return range(index * self.rows_per_batch, (index + 1) * self.rows_per_batch)
+
+
+def _stack(arrays: list[np.ndarray]) -> Tensor:
+    return torch.from_numpy(np.stack(arrays))

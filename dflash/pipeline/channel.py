@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -70,7 +70,7 @@ class ThreadChannel:
             self._bytes -= batch.bytes
             self._changed.notify_all()
         assert batch.features is not None
-        return batch.with_features(batch.features.to(device))
+        return replace(batch, features=batch.features.to(device))
 
     def stats(self) -> ChannelStats:
         return ChannelStats(self._bytes, self._target_waited, self._drafter_waited)

@@ -1,0 +1,158 @@
+"""What a drafter worker does: take batches, add up gradients with its peers, step, report, save, evaluate."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dflash.drafter import Drafter
+from dflash.export import export_drafter
+from dflash.geometry import to_config
+from dflash.optim import Master, learning_rate
+from dflash.pipeline import state, sums
+from dflash.pipeline.average import Averager
+from dflash.pipeline.batch import Batch
+from dflash.pipeline.evaluation import Evaluation
+from dflash.pipeline.layout import Seat
+from dflash.pipeline.report import Reporter
+from dflash.pipeline.step import FrozenEnds, gradient_step
+from dflash.pipeline.sums import StepSums
+from dflash.pipeline.tools import Tools
+from dflash.plan import Variant
+from dflash.settings import JobSettings
+from dflash.target import Target
+
+
+@dataclass(frozen=True)
+class Work:
+    """A drafter worker's own things."""
+
+    seat: Seat
+    variant: Variant
+    drafter: Drafter
+    ends: FrozenEnds
+    averager: Averager
+    evaluation: Evaluation | None  # of acceptance, at rank 0 if the job wants it
+    target: Target  # for what the exported drafter says of it; weights are not used
+    facts: dict[str, Any]
+
+    @property
+    def job(self) -> JobSettings:
+        return self.variant.job
+
+
+def draft(tools: Tools, work: Work) -> str:
+    """Train, then export the drafter; gives the status that training ended with (`run_drafter`)."""
+    status, figures = run_drafter(tools, work)
+    if work.seat.rank == 0 and work.job.train.save:
+        if work.seat.leads:
+            tools.events.emit("stage", stage="save")
+        facts = work.facts | figures
+        export_drafter(work.drafter, work.target, work.variant.mask_token, work.variant.folder, facts)
+    return status
+
+
+def run_drafter(tools: Tools, work: Work) -> tuple[str, dict[str, Any]]:
+    """Train for all steps, or until any drafter of the variant is asked to stop; gives status and last figures.
+
+    `ok`, or `requeue` when it stopped and left a checkpoint, or `interrupted` when it stopped and could not.
+    Every drafter has its own copy of the weights and of the optimiser, and all of a variant apply the same summed
+    gradient, so the copies stay equal bit for bit. Raises Aborted when the run ends early.
+    """
+    seat, job, drafter, strategy = work.seat, work.job, work.drafter, tools.strategy
+    device = work.ends.head.device
+    name = tools.announce("drafter", seat.worker, device)
+    strategy.setup_thread()
+    with strategy.quiet():
+        master = Master(list(drafter.parameters()), job.optim)
+        if work.variant.begun:
+            state.restore(work.variant.begun, drafter, master)
+    reporter = Reporter(tools, seat, job) if seat.rank == 0 else None
+    done = work.variant.done
+    if work.variant.begun and reporter:
+        where = str(work.variant.begun.folder)
+        tools.events.emit("resume", variant=seat.variant, step=done, folder=where)
+    forward = strategy.compile_forward(drafter)
+    status = "ok"
+    figures: dict[str, Any] = {"steps": done}
+    warm = float("inf")  # when warm-up ended
+    for step in range(done + 1, job.train.steps + 1):
+        if reporter:
+            reporter.step_begins(step)
+        total = _gradient(tools, work, name, master, forward, step, warm, reporter)
+        total = work.averager.total(seat.rank, total)
+        with strategy.quiet():
+            split = len(total) - sums.length(job.drafter.block)
+            gradient, summed = total[:split], total[split:]
+            gradient /= summed[sums.WEIGHT].clamp(min=torch.finfo(torch.float32).tiny)
+            lr = learning_rate(step, job.train.steps, job.optim)
+            norm = master.step(gradient, lr)
+            seen = StepSums.read(summed)  # the one wait for the device in a step
+        if reporter:
+            figures |= reporter.step_ended(step, seen, norm.item(), lr)
+        if step == done + max(1, job.train.steady_after):
+            warm = time.time()
+        last = step == job.train.steps
+        stop = bool(seen.stop) and not last
+        due = bool(job.train.save_every) and step % job.train.save_every == 0
+        saved = seat.rank == 0 and (due or (stop and job.train.save)) and _save(tools, work, step, master)
+        if stop:
+            status = "requeue" if saved or seat.rank else "interrupted"
+            break
+        if work.evaluation and (last or (job.eval.every and step % job.eval.every == 0)):
+            figures["acceptance"] = work.evaluation(tools, work.variant, drafter, step)
+    return status, figures
+
+
+def _gradient(
+    tools: Tools,
+    work: Work,
+    name: str,
+    master: Master,
+    forward: Callable[..., Tensor],
+    step: int,
+    warm: float,
+    reporter: Reporter | None,
+) -> Tensor:
+    """The gradient of all of a rank's batches of a step, with their sums behind it, float32 [n + length(B)]."""
+    job, layout, strategy = work.job, tools.layout, tools.strategy
+    device, total = work.ends.head.device, None
+    for index in layout.used_by(work.seat.rank, step):
+        batch = tools.channels[layout.maker(index), work.seat.worker].get(device)
+        if reporter:
+            reporter.batch_arrived(batch)
+        shape_class = (str(device), tuple(batch.tokens.shape), job.drafter.anchors, job.drafter.block)
+        stop = tools.stopping()
+
+        def body(batch: Batch = batch, stop: bool = stop) -> Tensor:
+            return gradient_step(job, work.drafter, forward, work.ends, batch, batch.made > warm, stop)
+
+        counted = strategy.run(name, shape_class, body)
+        with strategy.quiet():
+            here = torch.cat([master.gradient(), counted])
+            total = here if total is None else total.add_(here)
+    assert total is not None
+    return total
+
+
+def _save(tools: Tools, work: Work, step: int, master: Master) -> bool:
+    """Save a checkpoint and say whether that worked; a full disk costs the checkpoint, not the run."""
+    variant, began = work.variant, time.perf_counter()
+    try:
+        with tools.strategy.quiet():
+            config = to_config(variant.geometry, work.target, variant.mask_token)
+            facts = {"config": config, "facts": work.facts | {"target_architectures": work.target.architectures}}
+            keep = work.job.train.keep
+            folder = state.save(variant.checkpoints, step, work.drafter, master, facts, variant.identity, keep)
+    except OSError as error:
+        message = f"no checkpoint of step {step} in {variant.checkpoints}: {error}"
+        tools.events.emit("warning", code="checkpoint.failed", message=message)
+        return False
+    seconds = time.perf_counter() - began
+    tools.events.emit("checkpoint", variant=variant.name, step=step, folder=str(folder), seconds=seconds)
+    return True

@@ -1,0 +1,88 @@
+"""A variant's voice: stages, steps, counters, told by its rank 0."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+
+from dflash.pipeline.batch import Batch
+from dflash.pipeline.layout import Seat
+from dflash.pipeline.sums import StepSums
+from dflash.pipeline.tools import Tools
+from dflash.settings import JobSettings
+
+_MEMORY_EVERY_S = 5.0
+
+
+class Reporter:
+    """Turns what one rank sees of a step into events; the leading one also tells of stages and of the process."""
+
+    def __init__(self, tools: Tools, seat: Seat, job: JobSettings) -> None:
+        self.tools, self.seat, self.job = tools, seat, job
+        self.first = tools.done[seat.variant] + 1
+        self.began = time.perf_counter()
+        self.waited: dict[str, float] = {}
+        self.memory_at = 0.0
+        self.batches: list[tuple[int, float]] = []  # context tokens, seconds in the target
+
+    def step_begins(self, step: int) -> None:
+        events, probe = self.tools.events, self.tools.probe
+        self.batches = []
+        if self.seat.leads and step == self.first:
+            events.emit("stage", stage="warmup")
+        if self.seat.leads and step == self.first + self.job.train.steady_after:
+            probe.steady = True
+            events.emit("counters", at="steady", **probe.counters())
+            events.emit("stage", stage="train")
+        self.began = time.perf_counter()
+
+    def batch_arrived(self, batch: Batch) -> None:
+        self.batches.append((batch.context_tokens, batch.seconds))
+
+    def step_ended(self, step: int, sums: StepSums, grad_norm: float, lr: float) -> dict[str, float | int | None]:
+        """Report a step; gives what a drafter trained so far is known by."""
+        layout, events = self.tools.layout, self.tools.events
+        seconds = time.perf_counter() - self.began
+        waiting = {pair: channel.stats() for pair, channel in self.tools.channels.items()}
+        waited: dict[str, float] = defaultdict(float)
+        for (t, d), channel in waiting.items():
+            waited[f"target{t}"] += channel.target_waited
+            waited[f"drafter{d}"] += channel.drafter_waited
+        wait_s = {who: total - self.waited.get(who, 0.0) for who, total in waited.items()}
+        self.waited = waited
+        figures = {"loss": _ratio(sums.loss, sums.weight), "accept": _ratio(sums.accept, sums.blocks)}
+        events.emit(
+            "step",
+            variant=self.seat.variant,
+            step=step,
+            steps=self.job.train.steps,
+            tokens=int(sums.tokens),
+            **figures,
+            accuracy=_ratio(sums.correct, sums.labelled),
+            loss_at=[_ratio(*pair) for pair in zip(sums.loss_at, sums.labelled_at, strict=True)],
+            accuracy_at=[_ratio(*pair) for pair in zip(sums.correct_at, sums.labelled_at, strict=True)],
+            anchors=int(sums.blocks),
+            coverage=_ratio(sums.covered, sums.supervised),
+            lr=lr,
+            grad_norm=grad_norm,
+            seconds=seconds,
+            # A backlog that targets made while drafters compiled is no speed: it is used up first.
+            steady=sums.fresh == layout.batches_a_step,
+            queue_bytes=sum(channel.bytes for channel in waiting.values()),
+            wait_s=wait_s,
+            stage_tok_s=self._stage_rates(seconds - wait_s[f"drafter{self.seat.worker}"]),
+        )
+        if self.seat.leads and time.monotonic() - self.memory_at > _MEMORY_EVERY_S:
+            self.memory_at = time.monotonic()
+            events.emit("memory", **self.tools.probe.memory())
+        return {"steps": step, **figures}
+
+    def _stage_rates(self, drafting: float) -> dict[str, float]:
+        """Context tokens a second of this rank's batches, by who had them: in the target, and in the drafter."""
+        tokens = sum(tokens for tokens, _ in self.batches)
+        spent = {"target": sum(seconds for _, seconds in self.batches), "drafter": drafting}
+        return {who: tokens / seconds for who, seconds in spent.items() if seconds > 0}
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole else None

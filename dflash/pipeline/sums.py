@@ -1,0 +1,58 @@
+"""What drafters add up each step, beside the gradient: one vector, summed in the same reduction.
+
+Sums and not means, so that adding over batches and drafters and dividing once gives the joint batch's figures.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class StepSums:
+    """The sums of one step over all batches of a variant; in a vector they stand in this order."""
+
+    # Counted where the drafter computes:
+    loss: float
+    weight: float
+    correct: float
+    accept: float  # acceptance lengths
+    # Counted on the CPU:
+    labelled: float  # slots with a label
+    blocks: float  # without the empty ones
+    tokens: float  # of context, without padding
+    covered: float  # supervised tokens that were some slot's label
+    supervised: float
+    fresh: float  # batches that were made after warm-up ended
+    stop: float  # drafters that were asked to end
+    # By slot, from slot 1:
+    loss_at: list[float]
+    correct_at: list[float]
+    labelled_at: list[float]
+
+    @classmethod
+    def read(cls, vector: Tensor) -> StepSums:
+        """From a vector made by `vector`; waits for its device."""
+        values = vector.tolist()
+        slots = (len(values) - len(SCALARS)) // 3
+        lists = [values[at : at + slots] for at in range(len(SCALARS), len(values), slots)]
+        return cls(*values[: len(SCALARS)], *lists)
+
+
+SCALARS = tuple(f.name for f in fields(StepSums))[:-3]
+WEIGHT = SCALARS.index("weight")
+
+
+def length(block: int) -> int:
+    """Entries of the vector for blocks of B slots."""
+    return len(SCALARS) + 3 * (block - 1)
+
+
+def vector(computed: list[Tensor], counted: list[float], by_slot: Tensor) -> Tensor:
+    """float32 [length(B)] from the values of StepSums in order: 0-d tensors, numbers, and [3, B - 1]."""
+    assert len(computed) + len(counted) == len(SCALARS)
+    head = torch.stack([value.detach().float() for value in computed])
+    return torch.cat([head, torch.tensor(counted, dtype=torch.float32).to(head.device), by_slot.float().flatten()])

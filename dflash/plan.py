@@ -1,0 +1,178 @@
+"""What follows from settings, data and target before any worker exists: all that a job can be refused for."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dflash import models
+from dflash.acceptance import prompt_sets
+from dflash.checkpoint import Checkpoint
+from dflash.data import dataset, store
+from dflash.data.dataset import Dataset
+from dflash.data.tokens import resolve_mask_token
+from dflash.drafter import Drafter
+from dflash.events import EventWriter
+from dflash.export import read_weights
+from dflash.geometry import Geometry, starting_mask_token, starting_taps
+from dflash.pipeline import state
+from dflash.pipeline.layout import Layout
+from dflash.pipeline.step import FrozenEnds
+from dflash.settings import DISTILLING, JobSettings
+from dflash.strategies import Strategy
+from dflash.target import Target
+
+DATA_FOLDER, DRAFTER_FOLDER, CHECKPOINTS_FOLDER = "data", "drafter", "checkpoints"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One of the drafters that a job trains; the only one, with an empty name, unless there is a fanout."""
+
+    name: str
+    job: JobSettings
+    geometry: Geometry
+    mask_token: int
+    taps: list[int]
+    checkpoints: Path
+    folder: Path  # of the trained drafter
+    identity: dict[str, Any]  # what training depends on; a checkpoint belongs to jobs that agree in it
+    begun: Checkpoint | None = None  # to go on from
+
+    @property
+    def done(self) -> int:
+        """Steps behind it."""
+        return self.begun.step if self.begun else 0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A job that can start. Cheap to send to a worker process: the data lies in a folder."""
+
+    job: JobSettings
+    layout: Layout
+    data: Dataset
+    variants: dict[str, Variant]
+    facts: dict[str, Any]  # of target and data, for the card of a trained drafter
+
+    @property
+    def done(self) -> dict[str, int]:
+        return {name: variant.done for name, variant in self.variants.items()}
+
+
+def whole_target(job: JobSettings) -> bool:
+    """Whether some variant's loss needs the target's own distribution, and so all of its layers."""
+    return any(variant.loss.kind in DISTILLING for variant in job.variants().values())
+
+
+def settle_taps(job: JobSettings) -> JobSettings:
+    """The job with the taps of the drafter that it starts from, if it names none and starts from one."""
+    return dataclasses.replace(job, target=dataclasses.replace(job.target, taps=starting_taps(job)))
+
+
+def make_plan(job: JobSettings, target: Target, out: Path, events: EventWriter) -> Plan:
+    """Prepare the data, settle what the settings leave open, find what is done already.
+
+    `target` may be an outline. Raises SettingError where settings, data, target and what lies in `out` cannot
+    work together.
+    """
+    from transformers import AutoTokenizer
+
+    prompt_sets(job.eval.prompts, job.eval.limit)  # read to be refused now, if they cannot be read
+    geometries = {name: Geometry.settle(v.drafter, target) for name, v in job.variants().items()}
+    tokenizer = AutoTokenizer.from_pretrained(
+        models.folder(job.target.model, job.target.models_dir),
+        local_files_only=True,
+        trust_remote_code=job.target.trust_remote_code,
+    )
+    mask_tokens = {
+        name: resolve_mask_token(starting_mask_token(v.drafter), tokenizer, target.vocab_size)
+        for name, v in job.variants().items()
+    }
+    data = dataset.load(
+        job.data,
+        tokenizer,
+        embedding_rows=target.vocab_size,
+        seed=job.seed,
+        cache=out / DATA_FOLDER,
+        progress=lambda done, total: events.emit("progress", what="data bytes", done=done, total=total),
+    )
+    events.emit("data", **data.summary)
+    shared = _shared_identity(job, data, target)
+    variants = {}
+    for name, variant in job.variants().items():
+        checkpoints = out / CHECKPOINTS_FOLDER / name
+        identity = {
+            **shared,
+            "drafter": dataclasses.asdict(geometries[name]) | {"mask_token": mask_tokens[name]},
+            "drafter.anchors": variant.drafter.anchors,
+            **{f"loss.{k}": v for k, v in dataclasses.asdict(variant.loss).items() if k != "chunk"},
+            **{f"optim.{k}": v for k, v in dataclasses.asdict(variant.optim).items()},
+        }
+        identity = json.loads(json.dumps(identity))  # as it is read from a checkpoint
+        begun, damaged = state.find(checkpoints, identity)
+        for sentence in damaged:
+            events.emit("warning", code="checkpoint.damaged", message=sentence)
+        folder = out / DRAFTER_FOLDER / name
+        variants[name] = Variant(
+            name, variant, geometries[name], mask_tokens[name], target.taps, checkpoints, folder, identity, begun
+        )
+    facts = {
+        "target": job.target.model,
+        "data": Path(job.data.path).name,
+        **{key: data.summary[key] for key in ("documents", "tokens", "supervised")},
+        "row_tokens": job.data.row_tokens,
+    }
+    return Plan(job, Layout.of(job), data, variants, facts)
+
+
+def make_drafter(
+    variant: Variant, target: Target, strategy: Strategy, device: torch.device
+) -> tuple[Drafter, FrozenEnds]:
+    """A drafter on its device, and what it shares with its target.
+
+    Weights are those of drafter.init or drawn from the job's seed, so equal in every worker.
+    """
+    job = variant.job
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(job.seed)
+        drafter = Drafter(variant.geometry, strategy.prepare, strategy.attend)
+    # Logits begin with a spread of at most 1. A target that ties head and embedding has a head so large that
+    # the drafter would otherwise begin by being sure of the mask token (loss 97 on SmolLM2 instead of 12).
+    spread = target.head.float().pow(2).mean().sqrt().item() * target.hidden_size**0.5
+    torch.nn.init.constant_(drafter.norm.weight, min(1.0, 1 / spread))
+    if job.drafter.init:
+        drafter.load_state_dict(read_weights(Path(job.drafter.init), variant.geometry, "drafter.init"))
+    dtype = _dtype(job.train.precision, device)
+    embedding = target.embedding.to(device, dtype)
+    head = embedding if target.head is target.embedding else target.head.to(device, dtype)
+    ends = FrozenEnds(embedding, target.embedding_scale, head, variant.mask_token)
+    return drafter.to(device=device, dtype=dtype), ends
+
+
+def _dtype(precision: str, device: torch.device) -> torch.dtype:
+    auto = torch.float32 if device.type == "cpu" else torch.bfloat16
+    return {"auto": auto, "float32": torch.float32, "bfloat16": torch.bfloat16}[precision]
+
+
+def _shared_identity(job: JobSettings, data: Dataset, target: Target) -> dict[str, Any]:
+    """What a run computes from, less the drafters. How long it trains may change, and where: not what it meets."""
+    files = store.read_meta(data.rows.folder).files
+    content = hashlib.sha256(repr(sorted((name, facts["sha256"]) for name, facts in files.items())).encode())
+    return {
+        "data.path": f"sha256:{content.hexdigest()[:16]}",
+        "data.row_tokens": job.data.row_tokens,
+        "data.too_long": job.data.too_long,
+        "target.model": models.identity(job.target.model, job.target.models_dir),
+        "target.taps": list(target.taps),
+        "train.rows": job.train.rows,
+        "train.precision": job.train.precision,
+        "split and train.accumulate": f"{Layout.of(job).batches_a_step} batches a step",
+        "seed": job.seed,
+    }
