@@ -57,6 +57,8 @@ class Data:
     bad_rows: str = "error"  # broken JSON, unknown role, no assistant turn: error | skip (counted)
 
     def check(self) -> None:
+        if not self.path:
+            raise SettingError("data.path", "''", "must be a data file, or a folder that `dflash prepare` made")
         _among("data.format", self.format, DATA_FORMATS)
         _among("data.reasoning", self.reasoning, ("keep", "drop"))
         _between("data.row_tokens", self.row_tokens, 16, 1 << 20)

@@ -236,6 +236,15 @@ def test_the_command_prepares_tells_a_summary_and_does_nothing_twice(model, tmp_
     assert (out / "tokens.bin").stat().st_ino == made
 
 
+def test_a_folder_is_made_even_if_its_documents_do_not_fit_the_rows_asked_about(model, tmp_path, capfd):
+    file, out = write(tmp_path / "c.jsonl", answer="word " * 40), tmp_path / "prepared"
+    words = ["--data", file, "--target", model, "--out", out, "data.row_tokens=16"]
+    code, said, _ = command(capfd, *words)
+    assert code == 0
+    assert "in rows of 16 (data.too_long=skip): holds nothing to train on" in said
+    assert not store.fault(out, store.read_meta(out))
+
+
 @pytest.mark.parametrize(
     ("changes", "more", "said"),
     [

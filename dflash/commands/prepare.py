@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +48,6 @@ def run(arguments: argparse.Namespace) -> int:
     job = _job(arguments)
     from transformers import AutoConfig, AutoTokenizer
 
-    from dflash.data.dataset import from_folder
     from dflash.data.prepare import prepare
     from dflash.models import folder
 
@@ -66,7 +66,10 @@ def run(arguments: argparse.Namespace) -> int:
         replace=False,
         progress=_Progress(),
     )
-    print(_summary(arguments, job, meta, from_folder(arguments.out, meta, job.data, seed=0)))
+    for line in _summary(meta, arguments.out):
+        print(line)
+    for line in _in_rows(meta, arguments.out, job, with_coverage=arguments.block is not None):
+        print(line)
     return 0
 
 
@@ -109,30 +112,48 @@ class _Progress:
         print(f"{start}{percent:3d} % of {total / 1e6:.1f} MB", end=end, file=sys.stderr, flush=True)
 
 
-def _summary(arguments: argparse.Namespace, job: JobSettings, meta: Meta, data: Dataset) -> str:
-    summary = data.summary
-    lines = [
-        f"{arguments.out}: {meta.documents} documents, {meta.tokens} tokens, "
-        f"{100 * meta.supervised / meta.tokens:.1f} % supervised (format {meta.format})",
-        "documents by length in tokens:",
-    ]
-    most = max(summary["lengths"].values())
-    for bound, count in summary["lengths"].items():
-        lines.append(f"  up to {bound:>8} {count:>10}  {'#' * -(-40 * count // most)}".rstrip())
-    for reason, count in summary["skipped"].items():
-        lines.append(f"left out, {reason}: {count}")
-    lines.append(
-        f"in rows of {job.data.row_tokens} (data.too_long={job.data.too_long}): {summary['rows']} rows, "
-        f"{100 * summary['fill']:.1f} % full, {summary['documents']} documents, {summary['anchors']} places for an "
-        f"anchor; {summary['cut']} cut, {summary['split']} split"
+def _summary(meta: Meta, folder: Path) -> Iterator[str]:
+    """What the folder holds, whatever the length of a row."""
+    from dflash.data.dataset import histogram
+    from dflash.data.store import Documents
+
+    yield (
+        f"{folder}: {meta.documents} documents, {meta.tokens} tokens, "
+        f"{100 * meta.supervised / meta.tokens:.1f} % supervised (format {meta.format})"
     )
-    if arguments.block is not None:
-        share = _expected_coverage(data, arguments.block, arguments.anchors)
-        lines.append(
-            f"{arguments.anchors} anchors a row and blocks of {arguments.block}: {100 * share:.1f} % of the supervised "
-            f"tokens are some slot's label each epoch (measured on {min(_SAMPLE, len(data.rows))} rows)"
+    yield "documents by length in tokens:"
+    lengths = histogram(Documents(folder).lengths)
+    most = max(lengths.values())
+    for bound, count in lengths.items():
+        yield f"  up to {bound:>8} {count:>10}  {'#' * -(-40 * count // most)}"
+    for reason, count in meta.skipped.items():
+        yield f"left out, {reason}: {count}"
+
+
+def _in_rows(meta: Meta, folder: Path, job: JobSettings, with_coverage: bool) -> Iterator[str]:
+    """What training would make of the folder with the settings given."""
+    from dflash.data.dataset import from_folder
+
+    rows = f"in rows of {job.data.row_tokens} (data.too_long={job.data.too_long}):"
+    try:
+        data = from_folder(folder, meta, job.data, seed=0)
+    except SettingError as error:
+        yield f"{rows} {error.allowed}"
+        return
+    summary = data.summary
+    longer = summary["skipped"].get("longer than a row", 0)
+    yield (
+        f"{rows} {summary['rows']} rows, {100 * summary['fill']:.1f} % full, {summary['documents']} documents, "
+        f"{summary['anchors']} places for an anchor; {longer} left out as longer, {summary['cut']} cut, "
+        f"{summary['split']} split"
+    )
+    if with_coverage:
+        block, anchors = job.drafter.block, job.drafter.anchors
+        share = _expected_coverage(data, block, anchors)
+        yield (
+            f"{anchors} anchors a row and blocks of {block}: {100 * share:.1f} % of the supervised tokens are some "
+            f"slot's label each epoch (measured on {min(_SAMPLE, len(data.rows))} rows)"
         )
-    return "\n".join(lines)
 
 
 def _expected_coverage(data: Dataset, block: int, anchors: int) -> float:

@@ -102,13 +102,13 @@ def from_folder(folder: Path, meta: store.Meta, data: settings.Data, seed: int) 
         "longest": longest,
         "cut": pieces.cut,
         "split": pieces.split,
-        "lengths": _histogram(documents.lengths),
+        "lengths": histogram(documents.lengths),
         "skipped": dict(skipped),
     }
     return Dataset(rows, summary)
 
 
-def _histogram(lengths: np.ndarray) -> dict[str, int]:
+def histogram(lengths: np.ndarray) -> dict[str, int]:
     """Documents by length, up to 16 tokens, up to 32, up to 64, ..."""
     powers = np.maximum(4, np.ceil(np.log2(lengths))).astype(int)
     return {
