@@ -107,7 +107,7 @@ class Conditions:
     temperature: float
     batch: int
     seed: int
-    thinking: bool = True  # False: the chat template is told `enable_thinking=False`
+    thinking: bool = True  # False: a chat template that knows `enable_thinking` is told so
 
 
 def answer(
@@ -119,7 +119,7 @@ def answer(
     progress: Progress | None = None,
 ) -> Reference:
     """The target's own responses by plain decoding; raises SettingError for a prompt that its template refuses."""
-    _check_template(tokenizer, conditions.thinking)
+    check_tokenizer(tokenizer)
     due = [_turns(messages, number, name) for number, messages in enumerate(prompts, start=1)]
     total = sum(map(len, due))
     histories: list[Messages] = [[] for _ in prompts]
@@ -254,7 +254,7 @@ class Evaluator:
         except Exception as error:  # what transformers raises on a damaged folder is an open list
             why = str(error).strip().split("\n")[0]
             raise SettingError("target.model", target.model, f"its tokenizer cannot be loaded ({why})") from None
-        _check_template(self.tokenizer, thinking)
+        check_tokenizer(self.tokenizer)
         dtype = _dtype(target.dtype, folder, device)
         self.model = pretrained(dataclasses.replace(target, dtype=dtype), device).eval().requires_grad_(False)
         check_target(self.model)
@@ -521,12 +521,6 @@ def _check(drafter: Drafter, model: Any, mask_token: int, taps: Sequence[int]) -
         raise SettingError("drafter.mask_token", mask_token, f"must be one of the target's {rows} embedding rows")
     if max(taps) >= config.num_hidden_layers:
         raise SettingError("target.taps", list(taps), f"must be below {config.num_hidden_layers}, the target's layers")
-
-
-def _check_template(tokenizer: Any, thinking: bool) -> None:
-    check_tokenizer(tokenizer)
-    if not thinking and "enable_thinking" not in tokenizer.get_chat_template():
-        raise SettingError("thinking", False, "the target's chat template knows no enable_thinking")
 
 
 def _turns(messages: Messages, number: int, name: str) -> list[Messages]:

@@ -268,7 +268,6 @@ def test_the_command_prints_every_figure_with_its_conditions_and_writes_them(fol
         ({"--target": "nowhere"}, (), "dflash: target.model=nowhere: must be"),
         ({"--prompts": "nowhere.jsonl"}, (), "dflash: eval.prompts=nowhere.jsonl: must be"),
         ({}, ("--temperature", "-1"), "dflash: eval.temperature=-1.0: must be from 0"),
-        ({}, ("--no-thinking",), "dflash: thinking=False: the target's chat template knows no enable_thinking"),
         ({}, ("--json", "nowhere/out.json"), "dflash: --json=nowhere/out.json: must lie in an existing folder"),
     ],
 )
@@ -299,6 +298,15 @@ def test_prompts_that_cannot_be_asked_are_refused_by_number(tmp_path):
         answer(make_model(), make_tokenizer(), begins, Conditions(4, 0.0, 8, 0))
     with pytest.raises(SettingError, match="chat template"):
         answer(make_model(), make_tokenizer(template=None), PROMPTS, Conditions(4, 0.0, 8, 0))
+
+
+def test_a_template_is_told_not_to_think_if_it_knows_how():
+    model, knows = make_model(), make_tokenizer(TEMPLATE + "{{ 'a' if enable_thinking is false else 'b' }}")
+    for thinking, word in ((False, "a"), (True, "b")):
+        asked = answer(model, knows, PROMPTS[:1], Conditions(2, 0.0, 8, 0, thinking)).asked
+        assert WORDS[asked[0].ids[-1]] == word
+    asked = answer(model, make_tokenizer(), PROMPTS[:1], Conditions(2, 0.0, 8, 0, thinking=False)).asked
+    assert WORDS[asked[0].ids[-1]] == "assistant"
 
 
 def test_sets_of_one_name_stay_apart(tmp_path):

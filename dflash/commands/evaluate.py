@@ -35,7 +35,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--batch", type=int, default=16, help="prompts decoded at a time (%(default)s)")
     add("--limit", type=int, default=0, help="prompts taken of each file, from its beginning; 0: all (%(default)s)")
     add("--json", type=Path, metavar="OUT.json", help="write every figure, response by response")
-    add("--no-thinking", action="store_true", help="tell the chat template enable_thinking=False")
+    add("--no-thinking", action="store_true", help="enable_thinking=False, for a template that knows it")
     add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of target and drafter (%(default)s)")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N (%(default)s)")
     add("--seed", type=int, default=0, help="of sampling, of the interval and of the untrained drafter (%(default)s)")
