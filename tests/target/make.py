@@ -31,7 +31,7 @@ SPECIAL, ADDED, MASK = ("<|endoftext|>", "<|im_start|>", "<|im_end|>"), ("<think
 ROW = 512
 SEED = 0
 PROMPTS = {"train": 200, "heldout": 40}
-LONGEST_PROMPT, LONGEST_ANSWER = 500, 350  # characters
+LONGEST_PROMPT, LONGEST_ANSWER = 500, 450  # characters
 
 
 def main() -> None:
