@@ -28,7 +28,7 @@ def dflash(command: str, *words: object) -> str:
 
 
 def train(chats: Path, out: Path, *settings: str) -> None:
-    common = ("device=cpu", "compile=eager", f"drafter.block={BLOCK}", "data.row_tokens=256", "optim.lr=3e-3")
+    common = ("device=cpu", "compile=eager", f"drafter.block={BLOCK}", "data.row_tokens=256", "optim.lr=1e-3")
     dflash("train", "--out", out, f"data.path={chats}", f"target.model={TARGET}", *common, *settings)
 
 
@@ -56,8 +56,8 @@ def test_the_target_answers_every_prompt_and_does_not_loop(work):
     assert len(rows) == 200
     answers = [row["messages"][-1] for row in rows]
     assert {answer["role"] for answer in answers} == {"assistant"}
-    runs = [{text[at : at + 16] for at in range(0, len(text) - 16)} for text in (a["content"] for a in answers)]
-    assert sum(map(len, runs)) > 0.7 * sum(max(0, len(a["content"]) - 16) for a in answers)
+    pieces = [{text[at : at + 16] for at in range(0, len(text) - 16)} for text in (a["content"] for a in answers)]
+    assert sum(map(len, pieces)) > 0.7 * sum(max(0, len(a["content"]) - 16) for a in answers)
 
 
 @pytest.mark.parametrize("temperature", [0, 1])
@@ -77,7 +77,7 @@ def test_the_drafter_raises_acceptance_on_files_it_never_saw(work, tmp_path, tem
 def test_the_loss_falls_and_acceptance_in_training_rises(work):
     steps = [event for event in EventReader(work / "run" / "events.jsonl").poll() if event["event"] == "step"]
     first, last = steps[:10], steps[-10:]
-    assert sum(s["loss"] for s in last) < 0.6 * sum(s["loss"] for s in first)
+    assert sum(s["loss"] for s in last) < 0.5 * sum(s["loss"] for s in first)
     assert sum(s["accept"] for s in last) > 1.3 * sum(s["accept"] for s in first)
 
 
@@ -91,7 +91,7 @@ def test_one_conversation_can_be_learnt_by_heart(work, tmp_path):
     one = tmp_path / "one.jsonl"
     one.write_text(longest + "\n")
     every = f"drafter.anchors={LONGEST}"
-    train(one, tmp_path / "run", "drafter.layers=2", every, "train.steps=80", "optim.schedule=constant")
+    train(one, tmp_path / "run", "drafter.layers=2", every, "train.steps=60", "optim.schedule=constant")
     whole_blocks = 1 + (length - 1) // BLOCK * BLOCK  # a last block that the end cuts short would count as rejected
     found = evaluate(tmp_path / "run" / "drafter", one, tmp_path / "eval.json", "--max-new", whole_blocks)
     assert found["identical"] == 1.0
