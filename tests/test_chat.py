@@ -238,11 +238,20 @@ def test_without_thoughts_the_template_is_told_so_and_its_empty_tags_are_the_pro
 
 
 def test_a_turn_without_a_thought_was_said_by_a_target_told_not_to_think(qwen3):
-    for answer in (A1, A1 | {"content": "<think>\n\n</think>\n\nA1"}):
-        assert [said for _, said in told([Q1, answer, Q2, T1[0]], qwen3)] == [
-            ["A1<|im_end|>"],
-            ["<think>\nT1\n</think>\n\nA1<|im_end|>"],
-        ]
+    assert [said for _, said in told([Q1, A1, Q2, T1[0]], qwen3)] == [
+        ["A1<|im_end|>"],
+        ["<think>\nT1\n</think>\n\nA1<|im_end|>"],
+    ]
+
+
+def test_an_empty_thought_that_the_target_wrote_itself_is_supervised(qwen3):
+    """Left unsupervised, its tokens cost a round each: a conversation known by heart decoded at 5.1 instead of 8."""
+    own = "<think>\n\n</think>\n\nA1"
+    ((text, said),) = told([Q1, A1 | {"content": own}], qwen3)
+    assert said == [f"{own}<|im_end|>"]
+    assert text == chatml(("user", "Q1"), ("assistant", own))
+    ((_, said),) = told([Q1, A1 | {"content": own}], qwen3, "drop")
+    assert said == ["A1<|im_end|>"]
 
 
 def test_a_turn_cut_while_thinking_is_supervised_as_far_as_it_got(qwen3):

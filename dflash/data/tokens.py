@@ -162,9 +162,9 @@ class Template:
 
 
 def _thinks(turn: dict[str, Any]) -> bool:
+    # An empty thought that stands in the content was said by the target; one that the template adds was not.
     content = turn["content"]
-    thought = _THOUGHT.match(content)
-    return bool(turn.get("reasoning_content") or (thought and thought[1].strip()) or _OPEN_THOUGHT.match(content))
+    return bool(turn.get("reasoning_content") or _THOUGHT.match(content) or _OPEN_THOUGHT.match(content))
 
 
 def _unicode(text: str) -> str:
