@@ -17,8 +17,8 @@ TRAINING = {
     "steps": "steps",
     "trained_tokens": "context tokens trained on",
     "loss_kind": "loss",
-    "loss": "loss at the end",
-    "accept": "teacher-forced acceptance length at the end (training data, bonus token included)",
+    "loss": "loss (mean of the last 10 steps)",
+    "accept": "teacher-forced acceptance length (the same steps, training data, bonus token included)",
     "lr": "learning rate",
     "seed": "seed",
 }

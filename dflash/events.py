@@ -43,8 +43,8 @@ KINDS: dict[str, str] = {
     "eval": "acceptance was measured by decoding: variant, step, set, n, tokens, tau, tau_low, tau_high (95 %), "
     "tau_untrained, accept_at (share of rounds that accepted slot k, by slot), distinct4, identical (greedy outputs "
     "equal to the target's own), speedup, temperature, block, max_new, seconds",
-    "checkpoint": "a checkpoint to resume from was written: step, folder, seconds",
-    "resume": "training goes on from a checkpoint: step (the last one done), folder",
+    "checkpoint": "a checkpoint to resume from was written: variant, step, folder, seconds",
+    "resume": "training goes on from a checkpoint: variant, step (the last one done), folder",
     "compile": "a worker compiled: worker, seconds, graphs, what (shape class), steady",
     "counters": "totals so far: caches {layer: {hits, misses, bypasses, ...}}, graphs, compiles, recompiles, "
     "unexpected_compiles (not announced, caught and repeated alone), recompile_limit_hits, compile_seconds, "

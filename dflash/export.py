@@ -50,6 +50,7 @@ def write(
         save_file(tensors, part, metadata={"format": "pt"})
     except SafetensorError as error:  # what it makes of a full disk
         raise OSError(str(error)) from error
+    part.chmod(0o644)  # it comes readable by its owner alone, and servers run as others
     os.replace(part, folder / WEIGHTS_FILE)
     for name, text in {
         FACTS_FILE: json.dumps(facts, indent=2) + "\n",

@@ -18,7 +18,7 @@ from dflash.data import dataset, store
 from dflash.data.dataset import Dataset
 from dflash.data.tokens import resolve_mask_token
 from dflash.drafter import Drafter
-from dflash.events import EventWriter
+from dflash.events import CHECKPOINTS, EventWriter
 from dflash.export import read_weights
 from dflash.geometry import Geometry, starting_mask_token, starting_taps
 from dflash.pipeline import state
@@ -28,7 +28,7 @@ from dflash.settings import DISTILLING, JobSettings
 from dflash.strategies import Strategy
 from dflash.target import Target
 
-DATA_FOLDER, DRAFTER_FOLDER, CHECKPOINTS_FOLDER = "data", "drafter", "checkpoints"
+DATA_FOLDER, DRAFTER_FOLDER = "data", "drafter"
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,12 @@ class Plan:
     data: Dataset
     variants: dict[str, Variant]
     facts: dict[str, Any]  # of target and data, for the card of a trained drafter
+
+    def facts_of(self, variant: Variant) -> dict[str, Any]:
+        """What the card of a variant's drafter tells beside what training reached."""
+        job = variant.job
+        settings = {"init": job.drafter.init, "loss_kind": job.loss.kind, "lr": job.optim.lr, "seed": job.seed}
+        return self.facts | {name: value for name, value in settings.items() if value is not None}
 
     @property
     def done(self) -> dict[str, int]:
@@ -107,7 +113,7 @@ def make_plan(job: JobSettings, target: Target, out: Path, events: EventWriter) 
     shared = _shared_identity(job, data, target)
     variants = {}
     for name, variant in job.variants().items():
-        checkpoints = out / CHECKPOINTS_FOLDER / name
+        checkpoints = out / CHECKPOINTS / name
         identity = {
             **shared,
             "drafter": dataclasses.asdict(geometries[name]) | {"mask_token": mask_tokens[name]},

@@ -1,5 +1,7 @@
 """Who makes and who uses which batch."""
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,7 +21,7 @@ def test_every_batch_is_made_once_and_used_once_by_each_variant(layout: Layout, 
     steps = done + more
     made = [list(layout.made_by(target, done, steps)) for target in range(layout.targets)]
     first, end = done * layout.batches_a_step, steps * layout.batches_a_step
-    assert sorted(sum(made, [])) == list(range(first, end))
+    assert sorted(itertools.chain.from_iterable(made)) == list(range(first, end))
     assert all(layout.maker(batch) == target for target, batches in enumerate(made) for batch in batches)
     for variant, _ in enumerate(layout.variants):
         used: dict[int, int] = {}

@@ -28,6 +28,7 @@ EXIT = {"ok": 0, "failed": 1, "requeue": 75, "interrupted": 143}
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for events, checkpoints and the drafter")
     parser.add_argument("--spec", type=Path, help="JSON file with settings")
+    parser.add_argument("--quiet", action="store_true", help="tell of progress in the events alone")
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="settings, such as drafter.block=16")
 
 
@@ -43,6 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     # Here and not above: a wrong setting is told without waiting for torch.
     import torch
 
+    from dflash.console import Console
     from dflash.devices import place
     from dflash.failure import report_failure
     from dflash.probe import Probe, environment
@@ -52,6 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     torch.set_num_threads(placement.cpu_threads)
     probe = Probe(events)
     probe.install()
+    console = None if arguments.quiet else Console(events.path)
     factors = {"compile": job.compile, "split": job.split, "isolation": job.isolation}
     events.emit("start", **factors, **environment(placement.kind))
     try:
@@ -63,6 +66,8 @@ def run(arguments: argparse.Namespace) -> int:
         status = "failed"
     events.emit("memory", **probe.memory())
     events.emit("end", status=status)
+    if console:
+        console.close()
     return EXIT[status]
 
 

@@ -91,5 +91,10 @@ class ProcessAverager:
             )
             self._joined = True
 
+    def close(self) -> None:
+        """Leave the group, when all have ended well."""
+        if self._joined:
+            torch.distributed.destroy_process_group()
+
     def abort(self) -> None:
         """The parent ends the processes."""

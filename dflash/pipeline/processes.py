@@ -148,7 +148,8 @@ def _work(post: Post) -> None:
         ends = Target.ends(job.target, post.devices[0], whole_target(job))
         made = make_drafter(variant, ends, strategy, post.devices[0])
         evaluation = Evaluation(job, post.devices[0]) if job.eval.prompts and post.seat.rank == 0 else None
-        status = draft(tools, Work(post.seat, variant, *made, post.averager, evaluation, ends, plan.facts))
+        status = draft(tools, Work(post.seat, variant, *made, post.averager, evaluation, ends, plan.facts_of(variant)))
+        post.averager.close()
         events.emit("counters", at="end", **probe.counters())
         events.emit("memory", **probe.memory())
         sys.exit(EXIT[status])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
+from math import nan
+from statistics import fmean
 
 from dflash.pipeline.batch import Batch
 from dflash.pipeline.layout import Seat
@@ -12,6 +14,7 @@ from dflash.pipeline.tools import Tools
 from dflash.settings import JobSettings
 
 _MEMORY_EVERY_S = 5.0
+ENDS = 10  # steps whose mean is what a trained drafter is said to have reached
 
 
 class Reporter:
@@ -23,6 +26,7 @@ class Reporter:
         self.began = time.perf_counter()
         self.waited: dict[str, float] = {}
         self.memory_at = 0.0
+        self.ends: deque[dict[str, float]] = deque(maxlen=ENDS)
         self.batches: list[tuple[int, float]] = []  # context tokens, seconds in the target
 
     def step_begins(self, step: int) -> None:
@@ -39,8 +43,8 @@ class Reporter:
     def batch_arrived(self, batch: Batch) -> None:
         self.batches.append((batch.context_tokens, batch.seconds))
 
-    def step_ended(self, step: int, sums: StepSums, grad_norm: float, lr: float) -> dict[str, float | int | None]:
-        """Report a step; gives what a drafter trained so far is known by."""
+    def step_ended(self, step: int, sums: StepSums, grad_norm: float, lr: float) -> dict[str, float]:
+        """Report a step; gives what a drafter trained so far is known by: its steps, and means over the last ones."""
         layout, events = self.tools.layout, self.tools.events
         seconds = time.perf_counter() - self.began
         waiting = {pair: channel.stats() for pair, channel in self.tools.channels.items()}
@@ -50,7 +54,10 @@ class Reporter:
             waited[f"drafter{d}"] += channel.drafter_waited
         wait_s = {who: total - self.waited.get(who, 0.0) for who, total in waited.items()}
         self.waited = waited
-        figures = {"loss": _ratio(sums.loss, sums.weight), "accept": _ratio(sums.accept, sums.blocks)}
+        figures = {  # D-PACE can weigh all slots with nothing: then there is no loss
+            "loss": sums.loss / sums.weight if sums.weight else nan,
+            "accept": sums.accept / sums.blocks if sums.blocks else nan,
+        }
         events.emit(
             "step",
             variant=self.seat.variant,
@@ -75,7 +82,8 @@ class Reporter:
         if self.seat.leads and time.monotonic() - self.memory_at > _MEMORY_EVERY_S:
             self.memory_at = time.monotonic()
             events.emit("memory", **self.tools.probe.memory())
-        return {"steps": step, **figures}
+        self.ends.append(figures)
+        return {"steps": step, **{name: fmean(one[name] for one in self.ends) for name in figures}}
 
     def _stage_rates(self, drafting: float) -> dict[str, float]:
         """Context tokens a second of this rank's batches, by who had them: in the target, and in the drafter."""

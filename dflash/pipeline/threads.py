@@ -48,7 +48,7 @@ def run_in_threads(
         variant = plan.variants[seat.variant]
         made = make_drafter(variant, targets[0], strategy, device)
         measures = evaluation if seat.rank == 0 else None
-        works.append(Work(seat, variant, *made, averagers[seat.variant], measures, targets[0], plan.facts))
+        works.append(Work(seat, variant, *made, averagers[seat.variant], measures, targets[0], plan.facts_of(variant)))
 
     aborts = [strategy.abort, *(a.abort for a in averagers.values()), *(c.abort for c in channels.values())]
     crew = Crew(events, probe, aborts)

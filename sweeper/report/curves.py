@@ -65,14 +65,17 @@ def draw(run_dirs: list[Path], out: Path) -> list[str]:
             axis.plot(numbers, values, linewidth=0.6, alpha=0.35, color=line.get_color())
         _label(axis, f"step (strong line: mean of {WINDOW})", title)
     if measured:
-        for curve in drawn:
+        sets = list(dict.fromkeys(e.set for curve in drawn for e in curve.measured))
+        for number, curve in enumerate(drawn):  # a colour a set, a line style a curve
             for prompts in dict.fromkeys(e.set for e in curve.measured):
                 points = [e for e in curve.measured if e.set == prompts]
                 bars = [[e.tau - _bound(e, "tau_low") for e in points], [_bound(e, "tau_high") - e.tau for e in points]]
                 legend = f"{prompts} ({curve.name})" if len(drawn) > 1 else prompts
-                axes[-1].errorbar([e.step for e in points], [e.tau for e in points], bars, marker="o", label=legend)
+                look: dict[str, Any] = {"color": f"C{sets.index(prompts)}", "linestyle": STYLES[number % len(STYLES)]}
+                at, tau = [e.step for e in points], [e.tau for e in points]
+                axes[-1].errorbar(at, tau, bars, marker="o", label=legend, **look)
         _label(axes[-1], "step (bars: 95 %)", "tau (tokens a round, by decoding)")
-        axes[-1].legend(fontsize=8)
+        axes[-1].legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     axes[0].set_yscale("log")
     axes[0].legend(fontsize=8)
     try:
