@@ -9,6 +9,7 @@ from __future__ import annotations
 import signal
 import threading
 from pathlib import Path
+from types import FrameType
 
 from dflash.devices import Placement
 from dflash.events import EventWriter
@@ -28,8 +29,13 @@ def train(job: JobSettings, placement: Placement, out: Path, events: EventWriter
     fit the machine, the data, the target or the checkpoint.
     """
     stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGUSR2):  # what Slurm sends before a time limit or a preemption
-        signal.signal(number, lambda *_: stop.set())
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        stop.set()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C ends at once
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):  # Slurm sends the last two before it kills
+        signal.signal(number, ask)
     job = settle_taps(job)
     events.emit("stage", stage="data")
     outline = Target.outline(job.target, placement.targets[0][0], whole_target(job))

@@ -196,7 +196,7 @@ def stopped(one: Job, number: signal.Signals, steps: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("isolation", "number"), [("threads", signal.SIGTERM), ("threads", signal.SIGUSR2), ("processes", signal.SIGTERM)]
+    ("isolation", "number"), [("threads", signal.SIGINT), ("threads", signal.SIGUSR2), ("processes", signal.SIGTERM)]
 )
 def test_a_job_that_is_asked_to_end_saves_and_goes_on_bit_for_bit(job, isolation, number):
     whole = job("whole", train__steps=60, split="1t2d", isolation=isolation)

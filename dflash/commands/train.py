@@ -7,7 +7,7 @@ lists them. The same command on the same OUT goes on from the last checkpoint th
     python -m dflash train --out run --spec spec.json split=1t2d loss.kind=dpace
 
 Exit status: 0 it ended well; 1 it failed (the last `failure` event says why); 2 a setting cannot work (one
-sentence on standard error); 75 it was asked to end (SIGTERM, SIGUSR2), saved a checkpoint after a whole step
+sentence on standard error); 75 it was asked to end (Ctrl-C, SIGTERM, SIGUSR2), saved a checkpoint after a whole step
 and wants to be started again; 143 the same without a checkpoint.
 """
 
