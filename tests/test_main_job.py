@@ -11,6 +11,10 @@ import pytest
 STEPS = 30
 
 
+# One sweep serves them all, so they belong to one worker.
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("main_job")]
+
+
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The store that four runs on the default input leave behind."""
@@ -33,7 +37,6 @@ def verdicts(store: Path) -> dict[tuple[str, str], dict[str, Any]]:
     return found
 
 
-@pytest.mark.slow
 def test_four_runs_end_well_with_their_caches_proved(store):
     found = verdicts(store)
     assert set(found) == {(c, k) for c in ("locked", "whole") for k in ("warm", "cold")}
@@ -48,7 +51,6 @@ def test_four_runs_end_well_with_their_caches_proved(store):
         assert warm < cold
 
 
-@pytest.mark.slow
 def test_the_drafter_learns_and_every_run_learns_the_same(store):
     for verdict in verdicts(store).values():
         figures = verdict["figures"]
@@ -58,7 +60,6 @@ def test_the_drafter_learns_and_every_run_learns_the_same(store):
     assert max(losses) == pytest.approx(min(losses), rel=1e-2)
 
 
-@pytest.mark.slow
 def test_mlflow_shows_the_sweep_and_its_four_runs(store, monkeypatch):
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     from mlflow import MlflowClient

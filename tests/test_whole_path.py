@@ -17,7 +17,8 @@ BLOCK = 8
 # The first token of a response belongs to no round, so whole blocks remain.
 LONGEST = 1 + 12 * BLOCK
 
-pytestmark = pytest.mark.slow
+# Its tests share one training run, so they belong to one worker.
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("whole_path")]
 
 
 def dflash(command: str, *words: object) -> str:
