@@ -12,14 +12,11 @@ import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
 
-from dflash import models, settings
 from dflash.attention import attend_dense, visible
 from dflash.data import chat
 from dflash.data.tokens import check_tokenizer
@@ -27,11 +24,9 @@ from dflash.drafter import Drafter
 from dflash.regenerate.turns import Messages, turns
 from dflash.settings import SettingError
 from dflash.speculate import Response, Speculation, check_target, decode
-from dflash.target import pretrained
 
 UNTRAINED = 16  # responses that the untrained drafter is measured on, at most
 _RESAMPLES = 2000
-_FLOAT32_BELOW = 1e9  # parameters
 # Responses done and to be done in all.
 Progress = Callable[[int, int], None]
 
@@ -175,7 +170,7 @@ def measure(
     """
     began = time.perf_counter()
     conditions = Conditions(max_new, temperature, batch, seed, thinking)
-    _check(drafter, target_model, mask_token, taps)
+    check(drafter, target_model, mask_token, taps)
     speculation = Speculation(_twin(drafter, target_model), drafter.geometry.block, mask_token, taps)
     if reference is None:
         reference = answer(target_model, tokenizer, prompts, conditions, name, progress)
@@ -225,89 +220,6 @@ def untrained_tau(
     responses, _ = _decode(model, ids, speculation, conditions, stop_tokens(model, tokenizer), 0)
     means = [float(np.mean(response.rounds)) for response in responses if response.rounds]
     return (float(np.mean(means)) if means else None), len(ids)
-
-
-class Evaluator:
-    """The whole target with its prompts and its own answers to them, ready to measure one drafter after another.
-
-    `target.dtype=auto` is float32 for targets below 1e9 parameters and on CPU, bfloat16 for larger ones: only in
-    float32 do blocks and single tokens come to the same choices at near ties (docs/ACCEPTANCE.md). One thread at
-    a time may call it.
-    """
-
-    def __init__(
-        self,
-        target: settings.Target,
-        wish: settings.Eval,
-        device: torch.device,
-        *,
-        seed: int = 0,
-        thinking: bool = True,
-    ) -> None:
-        """Read prompts and load the target; raises SettingError."""
-        from transformers import AutoTokenizer
-
-        self.sets = prompt_sets(wish.prompts, wish.limit)
-        folder = models.folder(target.model, target.models_dir)
-        try:
-            self.tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        except Exception as error:  # what transformers raises on a damaged folder is an open list
-            why = str(error).strip().split("\n")[0]
-            raise SettingError("target.model", target.model, f"its tokenizer cannot be loaded ({why})") from None
-        check_tokenizer(self.tokenizer)
-        dtype = _dtype(target.dtype, folder, device)
-        self.model = pretrained(dataclasses.replace(target, dtype=dtype), device).eval().requires_grad_(False)
-        check_target(self.model)
-        self.model.to(device)
-        self.conditions = Conditions(wish.max_new, wish.temperature, wish.batch, seed, thinking)
-        self._references: dict[str, Reference] = {}
-        self._untrained: dict[Any, tuple[float | None, int]] = {}
-
-    def __call__(
-        self, drafter: Drafter, mask_token: int, taps: Sequence[int], progress: Progress | None = None
-    ) -> list[Acceptance]:
-        """The figures of one drafter on every set; raises SettingError when it does not fit the target."""
-        _check(drafter, self.model, mask_token, taps)
-        found = []
-        for name, prompts in self.sets.items():
-            if name not in self._references:
-                self._references[name] = answer(self.model, self.tokenizer, prompts, self.conditions, name, progress)
-            reference = self._references[name]
-            key = (name, drafter.geometry, mask_token, tuple(taps))
-            if key not in self._untrained:
-                self._untrained[key] = untrained_tau(
-                    self.model, self.tokenizer, drafter, mask_token, taps, reference, self.conditions
-                )
-            found.append(
-                measure(
-                    self.model,
-                    self.tokenizer,
-                    drafter,
-                    mask_token,
-                    taps,
-                    prompts,
-                    **dataclasses.asdict(self.conditions),
-                    progress=progress,
-                    name=name,
-                    reference=reference,
-                    untrained=self._untrained[key],
-                )
-            )
-        return found
-
-
-def prompt_sets(files: Sequence[str | Path], limit: int = 0) -> dict[str, list[Messages]]:
-    """The prompts of each file (the first `limit`, if not 0), by the file's name; raises SettingError."""
-    stems = [Path(file).stem for file in files]
-    sets = {}
-    for file, stem in zip(files, stems, strict=True):
-        try:
-            conversations, _ = chat.read(file, need_assistant=False)
-        except SettingError as error:
-            raise SettingError("eval.prompts", error.value, error.allowed) from None
-        messages = [conversation.messages for conversation in conversations]
-        sets[stem if stems.count(stem) == 1 else str(file)] = messages[: limit or None]
-    return sets
 
 
 def stop_tokens(model: Any, tokenizer: Any) -> set[int]:
@@ -510,7 +422,8 @@ def _twin(drafter: Drafter, model: Any) -> Drafter:
     return twin.eval().requires_grad_(False)
 
 
-def _check(drafter: Drafter, model: Any, mask_token: int, taps: Sequence[int]) -> None:
+def check(drafter: Drafter, model: Any, mask_token: int, taps: Sequence[int]) -> None:
+    """Raise SettingError unless the target can be measured with, and the drafter is of its size."""
     config, hidden = check_target(model), drafter.geometry.hidden
     rows = model.get_input_embeddings().weight.shape[0]
     if hidden != config.hidden_size:
@@ -542,20 +455,6 @@ def _ids(tokenizer: Any, messages: Messages, thinking: bool, number: int, name: 
     if not ids:
         raise SettingError("eval.prompts", name, f"prompt {number} has no token")
     return list(ids)
-
-
-def _dtype(name: str, folder: Path, device: torch.device) -> str:
-    if name != "auto":
-        return name
-    parameters = 0
-    for file in folder.glob("*.safetensors"):
-        try:
-            with safe_open(file, framework="pt") as weights:
-                for key in weights.keys():  # noqa: SIM118
-                    parameters += int(np.prod(weights.get_slice(key).get_shape()))
-        except Exception as error:
-            raise SettingError("target.model", folder, f"{file.name} cannot be read ({error})") from None
-    return "float32" if device.type == "cpu" or parameters < _FLOAT32_BELOW else "bfloat16"
 
 
 def _device_name(device: torch.device) -> str:

@@ -15,7 +15,6 @@ TRAINING = {
     "row_tokens": "tokens of a row",
     "init": "started from",
     "steps": "steps",
-    "trained_tokens": "context tokens trained on",
     "loss_kind": "loss",
     "loss": "loss (mean of the last 10 steps)",
     "accept": "teacher-forced acceptance length (the same steps, training data, bonus token included)",

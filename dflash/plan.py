@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from dflash import models
-from dflash.acceptance import prompt_sets
 from dflash.checkpoint import Checkpoint
 from dflash.data import dataset, store
 from dflash.data.dataset import Dataset
 from dflash.data.tokens import resolve_mask_token
 from dflash.drafter import Drafter
+from dflash.evaluator import prompt_sets
 from dflash.events import CHECKPOINTS, EventWriter
 from dflash.export import read_weights
 from dflash.geometry import Geometry, starting_mask_token, starting_taps

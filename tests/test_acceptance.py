@@ -15,9 +15,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from dflash import acceptance, settings
 from dflash.__main__ import main
-from dflash.acceptance import Conditions, Evaluator, answer, distinct4, interval, measure, prompt_sets, table
+from dflash.acceptance import Conditions, answer, distinct4, interval, measure, table
 from dflash.attention import attend_dense, visible
 from dflash.drafter import Drafter, Geometry
+from dflash.evaluator import Evaluator, prompt_sets
 from dflash.export import export_drafter
 from dflash.settings import SettingError
 from dflash.speculate import Response

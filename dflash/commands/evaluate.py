@@ -59,7 +59,8 @@ def run(arguments: argparse.Namespace) -> int:
     # Here and not above: a wrong setting is told without waiting for torch.
     import torch
 
-    from dflash.acceptance import Evaluator, table
+    from dflash.acceptance import table
+    from dflash.evaluator import Evaluator
     from dflash.export import load_drafter
 
     device = _device(arguments.device)

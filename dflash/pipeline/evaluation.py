@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from dflash.acceptance import Evaluator
 from dflash.drafter import Drafter
+from dflash.evaluator import Evaluator
 from dflash.pipeline.tools import Tools
 from dflash.plan import Variant
 from dflash.settings import JobSettings
