@@ -1,31 +1,24 @@
-"""Compile caches of a run: directories of its own, snapshots to start warm from, the proof of what they held.
+"""Compile caches of a run: directories of its own, and the proof of what they held and did.
 
 Layers (facts of PyTorch 2.11 to 2.14, read in its source): below TORCHINDUCTOR_CACHE_DIR lie `aotautograd/`
 (AOTAutograd), `fxgraph/` (Inductor's graphs), `dynamo/` (profile-guided settings), `*.best_config`
 (autotuning) and generated code; Triton, C++ extensions and CUDA's own compiler have directories of their
 own. A cache copied to another path still hits, and a run that only hits adds no file (measured with 2.13).
 
-A snapshot is a folder that is never changed in place: made beside and renamed, with the checksum of each
-file, which is compared when a run takes its copy.
+What a run starts from and where that comes from is in snapshots.py; docs/CACHES.md tells the whole.
 """
 
 from __future__ import annotations
 
-import errno
-import hashlib
-import json
-import os
-import shutil
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+# Cache states (`cache=`), as docs/CACHES.md describes them.
+COLD, WARM, FOREIGN, STANDALONE = "cold", "warm", "foreign", "standalone"
 LAYERS = ("aotautograd", "fxgraph", "code", "triton", "autotune", "pgo", "extensions", "cuda")
 # Lookups that say whether compilation was skipped; the layers below them are only asked when these miss.
 LOOKUPS = ("hits", "misses", "bypasses", "guard_misses")
-MANIFEST = "manifest.json"
-FILES = "files"
 
 _DIRECTORIES = {
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
@@ -44,14 +37,25 @@ _REMOTE = (
 )
 
 
-class SnapshotFault(Exception):
-    """A snapshot that must not be used, and why."""
-
-
 @dataclass(frozen=True)
 class Count:
     files: int = 0
     bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a run's caches were filled with.
+
+    made_by: the run that made the snapshot; empty where the run starts with none. missed: why a snapshot that
+    was asked for could not be had, so that the run started cold; cause: the signature's cause of that.
+    note: what a reader must know of a snapshot that was had all the same.
+    """
+
+    made_by: str = ""
+    missed: str = ""
+    cause: str = ""
+    note: str = ""
 
 
 def environment(root: Path) -> dict[str, str]:
@@ -71,14 +75,15 @@ def count(root: Path) -> dict[str, Count]:
     """Files and bytes of every layer below `root`."""
     files = dict.fromkeys(LAYERS, 0)
     size = dict.fromkeys(LAYERS, 0)
-    for path in _files(root):
+    for path in files_below(root):
         layer = _layer(path.relative_to(root))
         files[layer] += 1
         size[layer] += path.stat().st_size
     return {layer: Count(files[layer], size[layer]) for layer in LAYERS}
 
 
-def _files(root: Path) -> list[Path]:
+def files_below(root: Path) -> list[Path]:
+    """Every file below `root`, sorted; no links."""
     return sorted(path for path in root.rglob("*") if path.is_file() and not path.is_symlink())
 
 
@@ -99,14 +104,15 @@ def proof(
     before: dict[str, Count],
     after: dict[str, Count],
     events: list[dict[str, Any]],
-    why_not_warm: str = "",
+    start: Start | None = None,
 ) -> dict[str, Any]:
-    """What the caches held and did: {requested, proved, why, layers}.
+    """What the caches held and did: {requested, proved, why, layers, made_by, cause, note}.
 
     proved is `cold` (no file before), `warm` (files before, hits, and neither a miss, a bypass, a guard miss
-    nor a new file) or `mixed`. Hits of a cold run are hits on what it wrote itself. `why_not_warm` is what is
-    known of a snapshot that could not be had.
+    nor a new file) or `mixed`; only a run that asked for cold can be proved cold, and one that asked for
+    anything else only warm. Hits of a cold run are hits on what it wrote itself. The rest is that of `start`.
     """
+    start = start or Start()
     asked = _lookups(events)
     layers = {
         layer: {
@@ -125,13 +131,13 @@ def proof(
     total = {name: sum(numbers.get(name, 0) for numbers in asked.values()) for name in LOOKUPS}
     told = ", ".join(f"{total[name]} {name.replace('_', ' ')}" for name in LOOKUPS if total[name])
     proved, why = "mixed", ""
-    if requested == "cold":
+    if requested == COLD:
         if files:
             why = f"{files} files were there before the start"
         else:
             proved, why = "cold", "no file before" + (f"; {told}" if told else "")
-    elif why_not_warm:
-        why = why_not_warm
+    elif start.missed:
+        why = start.missed
     elif not files and not new and not any(total.values()):
         proved, why = "warm", "nothing is compiled here, so there is nothing to cache"
     elif not files:
@@ -146,7 +152,8 @@ def proof(
         why = f"{new} new files; {told}"
     else:
         proved, why = "warm", f"{files} files before, none new; {told}"
-    return {"requested": requested, "proved": proved, "why": why, "layers": layers}
+    told_of_start = {"made_by": start.made_by, "cause": start.cause, "note": start.note}
+    return {"requested": requested, "proved": proved, "why": why, "layers": layers, **told_of_start}
 
 
 def _lookups(events: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
@@ -160,81 +167,3 @@ def _lookups(events: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
                 if isinstance(numbers, dict)
             }
     return {}
-
-
-def has_snapshot(store: Path, key: str) -> bool:
-    return (_snapshot(store, key) / MANIFEST).is_file()
-
-
-def donate(store: Path, key: str, caches: Path, made_from: dict[str, Any]) -> bool:
-    """Turn the caches of a run that ended well into the snapshot of `key`; False when there already is one.
-
-    The directory is moved, so it is gone from the run afterwards. Raises OSError.
-    """
-    target = _snapshot(store, key)
-    if has_snapshot(store, key):
-        return False
-    part = target.with_name(f"{target.name}.tmp-{os.getpid()}-{time.time_ns()}")
-    part.mkdir(parents=True)
-    try:
-        os.rename(caches, part / FILES)
-        files = {
-            str(path.relative_to(part / FILES)): {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-            for path in _files(part / FILES)
-        }
-        manifest = {"key": key, "made": time.time(), "from": made_from, "files": files}
-        (part / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True) + "\n")
-        os.rename(part, target)
-    except OSError:
-        shutil.rmtree(part, ignore_errors=True)
-        if has_snapshot(store, key):  # another harness was first
-            return False
-        raise
-    return True
-
-
-def take(store: Path, key: str, caches: Path) -> None:
-    """Copy the snapshot of `key` to `caches`, which must be laid out, checking every file.
-
-    Raises SnapshotFault when there is none, or when it is damaged: then it has been set aside and `caches` is
-    empty again.
-    """
-    source = _snapshot(store, key)
-    if not source.is_dir():
-        raise SnapshotFault("there is no snapshot")
-    try:
-        _copy(source, caches)
-    except (SnapshotFault, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        shutil.rmtree(caches, ignore_errors=True)
-        layout(caches)
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise SnapshotFault(f"the snapshot could not be copied ({error.strerror})") from None
-        aside = source.with_name(f"{source.name}.damaged-{time.time_ns()}")
-        try:
-            os.rename(source, aside)
-        except OSError:
-            aside = source  # another harness set it aside first
-        raise SnapshotFault(f"the snapshot was damaged ({error}) and is set aside as {aside.name}") from None
-
-
-def _copy(source: Path, caches: Path) -> None:
-    listed = json.loads((source / MANIFEST).read_text())["files"]
-    found = {str(path.relative_to(source / FILES)) for path in _files(source / FILES)}
-    for name in sorted(found ^ set(listed)):
-        raise SnapshotFault(f"{name} is {'missing' if name in listed else 'not listed'}")
-    for name, facts in listed.items():
-        target = caches / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(source / FILES / name, target)
-        # Checked on the copy: that is what the run will read.
-        if target.stat().st_size != facts["bytes"] or _sha256(target) != facts["sha256"]:
-            raise SnapshotFault(f"{name} differs from its checksum")
-
-
-def _snapshot(store: Path, key: str) -> Path:
-    return store / "snapshots" / key[:24]
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
