@@ -21,7 +21,6 @@ from typing import Any
 from dflash.events import EVENTS_FILE, EventWriter
 from dflash.settings import JobSettings, SettingError, override
 
-JOB_FILE = "job.json"  # every setting, as it was settled
 EXIT = {"ok": 0, "failed": 1, "requeue": 75, "interrupted": 143}
 
 
@@ -39,7 +38,6 @@ def run(arguments: argparse.Namespace) -> int:
     job = JobSettings.from_dict(values)
     job.check()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / JOB_FILE).write_text(json.dumps(job.to_dict(), indent=2) + "\n")
     events = EventWriter(arguments.out / EVENTS_FILE)
     # Here and not above: a wrong setting is told without waiting for torch.
     import torch
