@@ -21,7 +21,6 @@ from dflash.probe import Probe
 from dflash.settings import JobSettings
 from dflash.target import Target
 
-
 JOB_FILE = "job.json"  # in a run's folder: every setting of the job that it holds
 
 
