@@ -10,7 +10,8 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -164,50 +165,68 @@ def _duration(seconds: float | None) -> str:
 
 def _carry_out(plan: Plan, options: spec.Options, interrupts: Interrupts) -> dict[str, str]:
     """Run what is not done; returns the verdict per identity."""
+    with opened(plan, options, interrupts) as session:
+        place = 0
+        for item in plan.items:
+            if interrupts.look():
+                break
+            place += item.done is None
+            do(item, session, place)
+        return conclude([item.run for item in plan.items], session)
+
+
+@contextmanager
+def opened(plan: Plan, options: spec.Options, interrupts: Interrupts) -> Iterator[run.Session]:
+    """The display, the tracking and the folder of a sweep while its runs are done."""
     from sweeper import display, tracking
-    from sweeper.report import table
 
     screen = display.make(len(plan.waiting), options.verbose)
     interrupts.on_first = lambda: screen.note(
         "stopping this run; the rest stays for the next start; once more to end at once"
     )
     tracker = tracking.make({**options.tracking, "experiment": options.experiment}, options.folder)
-    session = run.Session(options, plan.id, screen, tracker, interrupts.look)
-    folder = options.folder / "sweeps" / plan.id
-    folder.mkdir(parents=True, exist_ok=True)
     try:
         for closed in store.reconcile(options.folder):
             screen.note(f"{closed.name}: its harness died; verdict killed")
             tracker.finish(closed)
+        folder = options.folder / "sweeps" / plan.id
+        folder.mkdir(parents=True, exist_ok=True)
         store.write(folder / "plan.json", _plan_record(plan, options))
         tracker.open_sweep(plan.id, _title(plan), len({item.run.cell_id for item in plan.items}))
         _say_what_is_done(plan, screen)
-        place = 0
-        for item in plan.items:
-            if interrupts.look():
-                break
-            place += item.done is None
-            try:
-                _one(item, session, place)
-            except OSError as error:
-                screen.note(f"{item.run.label}: not run, the store cannot be written ({error})")
-        # What a repeat or a rerun left on disk is what counts, whoever made it.
-        latest = [(item.run.identity, last) for item in plan.items if (last := _last(options.folder, item.run))]
-        rows = table.rows([last.folder for _, last in latest])
-        tracker.close_sweep(plan.id, rows)
-        screen.close()
-        print(table.render(rows, shutil.get_terminal_size().columns if sys.stdout.isatty() else None))
-        try:
-            store.write(folder / "table.txt", table.render(rows, 160) + "\n")
-        except OSError as error:
-            screen.note(f"the table could not be kept in {folder} ({error})")
-        return {identity: last.verdict["verdict"] for identity, last in latest if last.verdict}
+        yield run.Session(options, plan.id, screen, tracker, interrupts.look)
     finally:
         screen.close()
         # Tracking is only a view and catches up later: whoever presses again does not wait for it.
         interrupts.limit = min(interrupts.limit, interrupts.count + 1)
         if interrupts.count < 2:
             tracker.close()
+
+
+def do(item: Planned, session: run.Session, place: int) -> None:
+    """Do one planned run, unless it is done; a store that cannot be written is told, not raised."""
+    try:
+        _one(item, session, place)
+    except OSError as error:
+        session.display.note(f"{item.run.label}: not run, the store cannot be written ({error})")
+
+
+def conclude(runs: Iterable[spec.Run], session: run.Session) -> dict[str, str]:
+    """Print and keep the table of these runs; returns the verdict per identity."""
+    from sweeper.report import table
+
+    # What a repeat or a rerun left on disk is what counts, whoever made it.
+    latest = [(one.identity, last) for one in runs if (last := newest(session.folder, one))]
+    rows = table.rows([last.folder for _, last in latest])
+    session.tracking.close_sweep(session.sweep, rows)
+    session.display.close()
+    print(table.render(rows, shutil.get_terminal_size().columns if sys.stdout.isatty() else None))
+    folder = session.folder / "sweeps" / session.sweep
+    try:
+        store.write(folder / "table.txt", table.render(rows, 160) + "\n")
+    except OSError as error:
+        session.display.note(f"the table could not be kept in {folder} ({error})")
+    return {identity: last.verdict["verdict"] for identity, last in latest if last.verdict}
 
 
 def _one(item: Planned, session: run.Session, place: int) -> None:
@@ -220,7 +239,7 @@ def _one(item: Planned, session: run.Session, place: int) -> None:
     with run.held(session, item.run.identity[:24], waiting) as mine:
         if not mine:
             return
-        last = _last(session.folder, item.run)
+        last = newest(session.folder, item.run)
         # An attempt that was not there when the plan was made is newer than the wish to do it again.
         fresh = last and last.done and (item.done or not last.matches(session.options.rerun) or _newer(last, session))
         if last and fresh:
@@ -234,7 +253,7 @@ def _newer(last: Attempt, session: run.Session) -> bool:
     return float(last.run.get("started", 0.0)) > session.began
 
 
-def _last(folder: Path, one: spec.Run) -> Attempt | None:
+def newest(folder: Path, one: spec.Run) -> Attempt | None:
     """The newest attempt that has a verdict."""
     return next((each for each in reversed(store.attempts(folder, one)) if each.verdict), None)
 
