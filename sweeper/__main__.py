@@ -12,10 +12,17 @@ import os
 import re
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from dflash.settings import SettingError
 from sweeper import help
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from sweeper.sweep import Result
 
 BAD_INPUT, INTERRUPTED = 2, 130
 
@@ -30,16 +37,32 @@ def command(arguments: list[str]) -> int:
     if "--help" in arguments or "-h" in arguments:
         print(help.text())
         return 0
+
+    def carry_out(configs: Sequence[DictConfig]) -> Result:
+        from sweeper.sweep import sweep
+
+        if len(configs) > 1 and not {"-m", "--multirun"} & set(arguments):
+            varied = next((word for word in arguments if re.search(r"=.*[,(*]", word)), arguments[-1])
+            raise SettingError(*varied.partition("=")[::2], "several levels make a sweep; say so with -m")
+        return sweep(configs)
+
+    return compose(arguments, carry_out)
+
+
+def compose(arguments: list[str], carry_out: Callable[[Sequence[DictConfig]], Result]) -> int:
+    """Compose the cells that a command line asks for and hand them over; returns the exit status of the command.
+
+    What `carry_out` raises as SettingError, and what Hydra cannot read, is told in one sentence.
+    """
     import hydra
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    from dflash.settings import SettingError
     from sweeper.complaints import sentence
 
     arguments = [_hydras(word) for word in arguments]
-    many = bool({"-m", "--multirun"} & set(arguments))
-    if many:  # argparse reads no setting that follows a flag which itself follows a setting
+    if {"-m", "--multirun"} & set(arguments):
+        # argparse reads no setting that follows a flag which itself follows a setting
         arguments = ["-m", *(word for word in arguments if word not in ("-m", "--multirun"))]
     sys.argv = [sys.argv[0], *arguments]
     if complaint := _bad_flags(arguments):
@@ -51,12 +74,7 @@ def command(arguments: list[str]) -> int:
 
     def task(configs: Any) -> list[list[str]]:
         nonlocal status
-        from sweeper.sweep import sweep
-
-        if len(configs) > 1 and not many:
-            varied = next((word for word in arguments if re.search(r"=.*[,(*]", word)), arguments[-1])
-            raise SettingError(*varied.partition("=")[::2], "several levels make a sweep; say so with -m")
-        result = sweep(configs)
+        result = carry_out(configs)
         status = result.status
         return result.verdicts
 
