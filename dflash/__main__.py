@@ -15,6 +15,7 @@ COMMANDS = {
     "regenerate": "regenerate",
     "prepare": "prepare",
     "train": "train",
+    "warm": "warm",
     "eval": "evaluate",
     "export": "export",
 }

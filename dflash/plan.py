@@ -155,14 +155,15 @@ def make_drafter(
     torch.nn.init.constant_(drafter.norm.weight, min(1.0, 1 / spread))
     if job.drafter.init:
         drafter.load_state_dict(read_weights(Path(job.drafter.init), variant.geometry, "drafter.init"))
-    dtype = _dtype(job.train.precision, device)
+    dtype = drafter_dtype(job.train.precision, device)
     embedding = target.embedding.to(device, dtype)
     head = embedding if target.head is target.embedding else target.head.to(device, dtype)
     ends = FrozenEnds(embedding, target.embedding_scale, head, variant.mask_token)
     return drafter.to(device=device, dtype=dtype), ends
 
 
-def _dtype(precision: str, device: torch.device) -> torch.dtype:
+def drafter_dtype(precision: str, device: torch.device) -> torch.dtype:
+    """What a drafter computes in, by train.precision."""
     auto = torch.float32 if device.type == "cpu" else torch.bfloat16
     return {"auto": auto, "float32": torch.float32, "bfloat16": torch.bfloat16}[precision]
 

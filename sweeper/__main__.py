@@ -94,6 +94,8 @@ def _hydras(word: str) -> str:
     """A word of the command line as Hydra wants it."""
     if word in ("-v", "--verbose"):
         return "verbose=true"
+    if re.match(r"cache_from=", word):  # a level of the group wheel, of its own
+        return f"wheel@{word}"
     # The names below fanout are the user's own; Hydra sets a key that no file has only where told that it is new.
     return f"++{word}" if re.match(r"fanout[.=]", word) else word
 

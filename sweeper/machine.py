@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
+import platform
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -15,7 +18,7 @@ CPU_WORKERS = 8
 @functools.cache
 def gpus() -> int:
     """How many NVIDIA GPUs a child may use: those the driver lists, less what CUDA_VISIBLE_DEVICES hides."""
-    present = _listed()
+    present = len(gpu_names())
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return present
@@ -28,7 +31,21 @@ def gpus() -> int:
     return min(present, chosen)
 
 
-def _listed() -> int:
+@functools.cache
+def kind() -> str:
+    """What compiled code depends on (hex): the CPU's model and instructions, and the models of the GPUs."""
+    try:
+        told = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+    except OSError:
+        told = [platform.machine()]
+    wanted = ("model name", "CPU part", "flags", "Features")
+    cpu = [line for line in told if line.startswith(wanted)] or told
+    return hashlib.sha256("\n".join([*cpu, *sorted(set(gpu_names()))]).encode()).hexdigest()
+
+
+@functools.cache
+def gpu_names() -> tuple[str, ...]:
+    """The models of all NVIDIA GPUs that the driver lists, such as "NVIDIA H200"."""
     tool = shutil.which("nvidia-smi")
     if tool:
         try:
@@ -36,6 +53,13 @@ def _listed() -> int:
         except (OSError, subprocess.TimeoutExpired):
             done = None
         if done and done.returncode == 0:
-            return sum(line.startswith("GPU ") for line in done.stdout.splitlines())
-    driver = Path("/proc/driver/nvidia/gpus")
-    return len(list(driver.iterdir())) if driver.is_dir() else 0
+            return tuple(re.findall(r"^GPU \d+: (.*?)(?: \(UUID.*)?$", done.stdout, re.MULTILINE))
+    return tuple(_model(gpu / "information") for gpu in Path("/proc/driver/nvidia/gpus").glob("*"))
+
+
+def _model(information: Path) -> str:
+    try:
+        found = re.search(r"^Model:\s*(.*)$", information.read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return found[1] if found else "GPU"

@@ -6,7 +6,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -14,6 +14,7 @@ from filelock import FileLock, Timeout
 
 from dflash.events import CHECKPOINTS
 from sweeper import caches, store, supervisor
+from sweeper.caches import snapshots
 from sweeper.measure import figures
 from sweeper.spec import Options, Run
 from sweeper.verdict import Evidence, judge
@@ -29,7 +30,7 @@ class Session:
     tracking: Any
     interrupted: Callable[[], int]
     # Snapshot keys whose priming failed in this session, and why: it is not tried again for each repeat.
-    unprimed: dict[str, str] = field(default_factory=dict)
+    unprimed: dict[str, snapshots.Fault] = field(default_factory=dict)
     began: float = field(default_factory=time.time)
 
     @property
@@ -42,9 +43,7 @@ def execute(run: Run, session: Session, index: int, estimate: float | None = Non
 
     Never raises on what the child does, nor on a disk that cannot be written: then the verdict says so.
     """
-    not_warm = ""
-    if run.cell["cache"] == "warm" and not run.skip:
-        not_warm = _ensure_snapshot(run, session, index)
+    missed = None if run.skip else _ensure_snapshot(run, session, index)
     if session.interrupted():
         return None
     began = time.time()
@@ -55,7 +54,7 @@ def execute(run: Run, session: Session, index: int, estimate: float | None = Non
         if run.skip:
             verdict = record.close(supervisor.Outcome(ended_by="skipped", reason=run.skip), None)
         else:
-            verdict = _run_child(record, not_warm, index)
+            verdict = _run_child(record, missed, index)
     except OSError as error:
         verdict = _unwritable(record, error)
     session.tracking.finish(folder)
@@ -91,7 +90,7 @@ class _Record:
                 "sweep": self.session.sweep,
                 "wheel": wheel.to_dict(),
                 "facts": self.run.facts,
-                "snapshot": self.run.snapshot_key(),
+                "snapshot": donor.snapshot_key() if (donor := self.run.donor()) else None,
                 "argv": argv,
                 "env": env,
                 "started": self.began,
@@ -118,8 +117,8 @@ class _Record:
                 reason=outcome.reason,
             )
         )
-        if verdict.verdict == "ok" and self.run.cell["cache"] == "cold" and self.caches.exists():
-            self._donate()
+        if verdict.verdict == "ok" and self.run.cell["cache"] == caches.COLD and self.caches.exists():
+            self._donate(outcome.events)
         shutil.rmtree(self.caches, ignore_errors=True)
         ended = time.time()
         child = outcome.ended - outcome.started
@@ -142,23 +141,32 @@ class _Record:
         store.write(self.folder / store.VERDICT_FILE, told)
         return told
 
-    def _donate(self) -> None:
+    def _donate(self, events: list[dict[str, Any]]) -> None:
         """Give the caches of this run as the snapshot of its key, if there is none yet."""
-        made_from = {"run": self.folder.name, "versions": self.run.wheel.versions}
+        key, run = self.run.snapshot_key(), self.run
+        start: dict[str, Any] = next((e for e in events if e.get("event") == "start"), {})
+        made_from = {
+            "run": self.folder.name,
+            "command": list(run.workload.argv),
+            "cell": run.cell,
+            "wheel": run.wheel.to_dict(),
+            "device": {name: start.get(name) for name in ("device", "gpus", "torch", "cuda", "triton")},
+            "settings": run.facts["settings"],
+        }
         try:
-            caches.donate(self.session.folder, self.run.snapshot_key(), self.caches, made_from)
-        except OSError as error:
-            self.session.display.note(f"no snapshot was made of {self.folder.name}: {error}")
+            snapshots.donate(self.session.folder, key, self.caches, made_from)
+        except snapshots.Fault as fault:
+            self.session.unprimed[key] = fault
+            self.session.display.note(f"{self.folder.name}: {fault}")
 
 
-def _run_child(record: _Record, not_warm: str, index: int) -> dict[str, Any]:
+def _run_child(record: _Record, missed: snapshots.Fault | None, index: int) -> dict[str, Any]:
     run, session, folder = record.run, record.session, record.folder
     caches.layout(record.caches)
     argv = [_fill(word, record) for word in run.workload.argv]
     env = supervisor.environment(folder, caches.environment(record.caches))
     record.open(argv, env)
-    if run.cell["cache"] == "warm" and not not_warm:
-        not_warm = _take_snapshot(record, index)
+    start = _fill_caches(record, missed, index)
     _take_checkpoints(record)
     session.tracking.start(folder)
     before = caches.count(record.caches)
@@ -177,7 +185,7 @@ def _run_child(record: _Record, not_warm: str, index: int) -> dict[str, Any]:
         on_tick=lambda: session.tracking.tick(folder),
     )
     after = caches.count(record.caches)
-    cache = caches.proof(run.cell["cache"], before, after, outcome.events, not_warm)
+    cache = caches.proof(run.cell["cache"], before, after, outcome.events, start)
     return record.close(outcome, cache)
 
 
@@ -208,44 +216,53 @@ def _fill(word: str, record: _Record) -> str:
     return word
 
 
-def _ensure_snapshot(run: Run, session: Session, index: int) -> str:
-    """See to it that `run` finds a snapshot, by a priming run if need be; returns why there is none."""
-    key = run.snapshot_key()
+def _ensure_snapshot(run: Run, session: Session, index: int) -> snapshots.Fault | None:
+    """See to it that `run` finds the snapshot that it starts from, by a priming run if need be; else why there is none.
+
+    One harness primes at a time: who asks meanwhile waits and finds the snapshot made.
+    """
+    donor = run.donor()
+    if donor is None or snapshots.exists(session.folder, key := donor.snapshot_key()):
+        return None
     if key in session.unprimed:
         return session.unprimed[key]
-    if caches.has_snapshot(session.folder, key):
-        return ""
     with held(session, f"snapshot-{key[:24]}", lambda: f"waiting for another harness that primes {run.label}") as mine:
-        if not mine or caches.has_snapshot(session.folder, key):
-            return ""
+        if not mine or snapshots.exists(session.folder, key):
+            return None
         session.display.note(f"no snapshot for {run.label}: priming first")
-        folder = execute(run.prime(), session, index)
-        if session.interrupted() or caches.has_snapshot(session.folder, key):
-            return ""
-        assert folder is not None
-        verdict = store.attempt(folder).verdict or {}
-        cause = (verdict.get("signature") or {}).get("cause", "")
-        why = f"no snapshot: the priming run {folder.name} ended {verdict.get('verdict')} {cause}".strip()
-        session.unprimed[key] = why
-        return why
+        folder = execute(donor, session, index)
+        if session.interrupted() or snapshots.exists(session.folder, key):
+            return None
+        if key not in session.unprimed:
+            assert folder is not None
+            verdict = store.attempt(folder).verdict or {}
+            cause = (verdict.get("signature") or {}).get("cause", "")
+            why = f"no snapshot: the priming run {folder.name} ended {verdict.get('verdict')} {cause}".strip()
+            session.unprimed[key] = snapshots.Fault(why)
+        return session.unprimed[key]
 
 
-def _take_snapshot(record: _Record, index: int) -> str:
-    """Copy the snapshot into the run's caches; one that is damaged is set aside and made again, once."""
-    key = record.run.snapshot_key()
-    try:
-        caches.take(record.session.folder, key, record.caches)
-        return ""
-    except caches.SnapshotFault as fault:
-        record.session.display.note(f"{record.folder.name}: {fault}")
-    why = _ensure_snapshot(record.run, record.session, index)
-    if why or record.session.interrupted():
-        return why
-    try:
-        caches.take(record.session.folder, key, record.caches)
-        return ""
-    except caches.SnapshotFault as fault:
-        return str(fault)
+def _fill_caches(record: _Record, missed: snapshots.Fault | None, index: int) -> caches.Start:
+    """Copy the snapshot that the run starts from; one that is damaged or gone is made again, once."""
+    run, session = record.run, record.session
+    donor = run.donor()
+    if donor is None:
+        return caches.Start()
+    key = donor.snapshot_key()
+
+    def take() -> caches.Start:
+        try:
+            return caches.Start(made_by=snapshots.take(session.folder, key, record.caches))
+        except snapshots.Fault as fault:
+            session.display.note(f"{record.folder.name}: {fault}")
+            return caches.Start(missed=str(fault), cause=fault.cause)
+
+    first = caches.Start(missed=str(missed), cause=missed.cause) if missed else take()
+    if missed or not first.missed or session.interrupted():
+        return first
+    missed = _ensure_snapshot(run, session, index)
+    second = caches.Start(missed=str(missed), cause=missed.cause) if missed else take()
+    return second if second.missed else replace(second, note=f"{first.cause}: {first.missed}")
 
 
 def _unwritable(record: _Record, error: OSError) -> dict[str, Any]:

@@ -23,10 +23,11 @@ from omegaconf import DictConfig, OmegaConf
 from dflash import models
 from dflash.events import STAGES
 from dflash.settings import DEVICES, JobSettings, SettingError, Split
-from sweeper import machine, wheels
+from sweeper import caches, machine, wheels
 
 # In a folder of prepared data: what it holds, with the checksum of each file.
 PREPARED = "meta.json"
+CACHE_FROM = "wheel@cache_from"  # Hydra's name of the choice cache_from=, a wheel level
 FACTORS = ("wheel", "cache", "compile", "split", "isolation")
 ORDERS = ("random", "given")
 # Settings without influence on compiled code: numbers that a compiled graph takes as inputs, and what happens
@@ -81,12 +82,16 @@ class Options:
 
 @dataclass(frozen=True)
 class Workload:
-    """The training command; `{python}`, `{spec}` and `{out}` in argv are filled in when a run starts."""
+    """The training command; `{python}`, `{spec}` and `{out}` in argv are filled in when a run starts.
+
+    standalone: the command that fills the caches for cache=standalone, of the same form.
+    """
 
     name: str
     argv: tuple[str, ...]
     sections: tuple[str, ...] = ()
     code: tuple[str, ...] = ()
+    standalone: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -101,11 +106,14 @@ class Run:
     repeat: int = 1
     role: str = "cell"  # cell | prime
     skip: str = ""
+    cache_wheel: wheels.Wheel | None = None  # whose caches cache=foreign starts from
 
     @property
     def cell_id(self) -> str:
         """Identity of the cell (hex): all that a run computes from, less the number of the repeat."""
-        return _hash({**self.facts, "cache": self.cell["cache"], "role": self.role})
+        state, donor = self.cell["cache"], self.donor()
+        start = f"{state} {donor.snapshot_key()}" if donor and state != caches.WARM else state
+        return _hash({**self.facts, "cache": start, "role": self.role})
 
     @property
     def identity(self) -> str:
@@ -126,7 +134,7 @@ class Run:
         return f"{words}-{self.identity[:12]}-r{self.repeat}.a{attempt}"
 
     def snapshot_key(self) -> str:
-        """Which compile caches fit this run (hex): environment, device, strategy, geometry and code.
+        """Which compile caches fit this run (hex): environment, machine, strategy, geometry and code.
 
         What is left out (NO_GRAPH) is known to change no compiled code; anything else may.
         """
@@ -138,10 +146,25 @@ class Run:
                     one.pop(section, None)
                 elif isinstance(inside := one.get(section), dict):
                     inside.pop(name, None)
-        return _hash({**self.facts, "settings": settings})
+        return _hash({**self.facts, "settings": settings, "machine": machine.kind()})
+
+    def donor(self) -> Run | None:
+        """The run whose caches this one starts with; None where it starts with none (cache=cold)."""
+        state = self.cell["cache"]
+        if state == caches.COLD:
+            return None
+        prime = self.prime()
+        if state == caches.STANDALONE:
+            alone = self.workload.standalone
+            return replace(prime, workload=replace(self.workload, argv=alone), facts=prime.facts | {"argv": alone})
+        if state == caches.FOREIGN and self.cache_wheel:
+            wheel = self.cache_wheel
+            cell, facts = prime.cell | {"wheel": wheel.name}, prime.facts | {"wheel": wheel.fingerprint}
+            return replace(prime, wheel=wheel, cell=cell, facts=facts)
+        return prime
 
     def prime(self) -> Run:
-        """The run that fills the caches for this one: the same, cold, and only until it is steady.
+        """The run that fills the caches for a warm one: the same, cold, and only until it is steady.
 
         It neither evaluates nor writes checkpoints.
         """
@@ -150,9 +173,8 @@ class Run:
             train = settings["train"]
             train |= {"steps": min(train["steps"], train["steady_after"] + 2), "save_every": 0}
             settings["eval"] |= {"prompts": [], "every": 0}
-        return replace(
-            self, cell=self.cell | {"cache": "cold"}, spec=spec, facts=facts, repeat=1, role="prime", skip=""
-        )
+        cell = {name: level for name, level in self.cell.items() if name != "cache_from"} | {"cache": caches.COLD}
+        return replace(self, cell=cell, spec=spec, facts=facts, repeat=1, role="prime", skip="", cache_wheel=None)
 
     def repeated(self, repeat: int) -> Run:
         return replace(self, repeat=repeat)
@@ -174,7 +196,11 @@ def read(configs: Sequence[DictConfig]) -> tuple[Options, list[Run]]:
                 raise SettingError(name, f"{getattr(options[0], name)},{value}", "must be the same in every cell")
     options[0].check()
     swept = _swept(configs)
-    return options[0], [_run(config, swept, options[0]) for config in configs]
+    runs = [_run(config, swept, options[0]) for config in configs]
+    level = configs[0].hydra.runtime.choices.get(CACHE_FROM)
+    if level and not any(run.cell["cache"] == caches.FOREIGN for run in runs):
+        raise SettingError("cache_from", level, "only cache=foreign starts from another wheel's caches")
+    return options[0], runs
 
 
 def _options(config: DictConfig) -> Options:
@@ -191,7 +217,7 @@ def _swept(configs: Sequence[DictConfig]) -> list[str]:
         for override in config.hydra.overrides.task:
             key, _, value = override.lstrip("+~").partition("=")
             values.setdefault(key, set()).add(value)
-    return [key for key, seen in values.items() if len(seen) > 1 and key not in FACTORS]
+    return [key for key, seen in values.items() if len(seen) > 1 and key not in (*FACTORS, CACHE_FROM)]
 
 
 def _run(config: DictConfig, swept: Iterable[str], options: Options) -> Run:
@@ -202,7 +228,7 @@ def _run(config: DictConfig, swept: Iterable[str], options: Options) -> Run:
     )
     choices = config.hydra.runtime.choices
     workload = _workload(settings["workload"])
-    known = {*Options.__dataclass_fields__, *FACTORS, *SHARED, *workload.sections, "workload"}
+    known = {*Options.__dataclass_fields__, *FACTORS, *SHARED, *workload.sections, "workload", "cache_from"}
     for key in settings:
         if key not in known:
             raise SettingError(key, settings[key], f"unknown setting; known: {', '.join(sorted(known))}")
@@ -225,7 +251,15 @@ def _run(config: DictConfig, swept: Iterable[str], options: Options) -> Run:
     if workload.name == "dflash":
         spec = _job(spec)
     _check_split(spec["split"], spec["device"], spec["target"]["gpus"] if workload.name == "dflash" else 1)
+    cache_wheel = None
+    if cell["cache"] == caches.FOREIGN:
+        cache_wheel = _cache_wheel(choices.get(CACHE_FROM))
+        cell["cache_from"] = cache_wheel.name
+    if cell["cache"] == caches.STANDALONE and not workload.standalone:
+        raise SettingError("workload.standalone", "[]", "cache=standalone needs a command that fills the caches")
     skip = ""
+    if cache_wheel and cache_wheel.fingerprint == wheel.fingerprint:
+        skip = f"cache_from={cache_wheel.name} is the run's own wheel; that is cache=warm"
     if workload.name == "dflash" and spec["compile"] == "triton":
         skip = "needs CUDA" if spec["device"] == "cpu" else "the Triton kernel is not part of this version"
     return Run(
@@ -235,11 +269,18 @@ def _run(config: DictConfig, swept: Iterable[str], options: Options) -> Run:
         wheel=wheel,
         facts=_facts(spec, workload, wheel),
         skip=skip,
+        cache_wheel=cache_wheel,
     )
 
 
+def _cache_wheel(level: str | None) -> wheels.Wheel:
+    if level is None:
+        raise SettingError("cache_from", "null", "cache=foreign needs the wheel level whose caches it starts from")
+    return wheels.current()
+
+
 def _workload(given: dict[str, Any]) -> Workload:
-    for name in ("argv", "sections", "code"):
+    for name in ("argv", "sections", "code", "standalone"):
         value = given.get(name)
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise SettingError(f"workload.{name}", value, "must be a list of strings")
@@ -248,7 +289,7 @@ def _workload(given: dict[str, Any]) -> Workload:
     for path in given["code"]:
         if not Path(path).is_file():
             raise SettingError("workload.code", path, "must be existing files")
-    return Workload(given["name"], *(tuple(given[name]) for name in ("argv", "sections", "code")))
+    return Workload(given["name"], *(tuple(given[name]) for name in ("argv", "sections", "code", "standalone")))
 
 
 def _job(spec: dict[str, Any]) -> dict[str, Any]:
@@ -350,7 +391,8 @@ def _facts(spec: dict[str, Any], workload: Workload, wheel: wheels.Wheel) -> dic
         code = _package_hash("dflash")
     else:
         # Programs only: what else a command names may be its output, which must not make it another run.
-        programs = [word for word in workload.argv if word.endswith((".py", ".sh")) or word == workload.argv[0]]
+        words = (*workload.argv, *workload.standalone)
+        programs = [word for word in words if word.endswith((".py", ".sh")) or word == workload.argv[0]]
         files = sorted(path for path in {*programs, *workload.code} if os.path.isfile(path))
         code = _hash([[path, _file_hash(os.path.abspath(path))] for path in files])
     return {

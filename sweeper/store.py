@@ -144,7 +144,7 @@ def reconcile(store: Path) -> list[Path]:
     """Give every run whose harness died its verdict; returns their directories. The leash ended its tree."""
     closed = []
     for folder in _folders(store):
-        if (folder / VERDICT_FILE).exists() or _alive(folder):
+        if (folder / VERDICT_FILE).exists() or alive(folder):
             continue
         run = _read(folder / RUN_FILE) or {}
         reader = EventReader(folder / EVENTS_FILE)
@@ -192,7 +192,8 @@ def who_am_i() -> dict[str, Any]:
     }
 
 
-def _alive(folder: Path) -> bool:
+def alive(folder: Path) -> bool:
+    """Whether the harness that recorded this attempt still runs, as far as can be told from here."""
     run = _read(folder / RUN_FILE)
     if run is None:
         return time.time() - folder.stat().st_mtime < UNRECORDED_S

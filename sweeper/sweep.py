@@ -20,7 +20,8 @@ from typing import Any
 from omegaconf import DictConfig
 
 from dflash.settings import SettingError
-from sweeper import caches, run, spec, store
+from sweeper import run, spec, store
+from sweeper.caches import snapshots
 from sweeper.store import Attempt
 
 OK, FAULT, NOT_OK, INTERRUPTED = 0, 1, 3, 130
@@ -41,7 +42,7 @@ class Plan:
 
     id: str
     items: list[Planned]
-    primes: list[str]  # labels of warm cells whose caches have to be filled first
+    primes: list[str]  # labels of cells whose caches have to be filled first
 
     @property
     def waiting(self) -> list[Planned]:
@@ -105,31 +106,37 @@ def make_plan(cells: Sequence[spec.Run], options: spec.Options, past: dict[str, 
 
 
 def _donors_first(block: list[spec.Run], folder: Path) -> None:
-    """Where no snapshot exists yet, swap a warm run with the later cold run of its key, which then donates one.
+    """Where no snapshot exists yet, swap a run that wants one with the later cold run that can donate it.
 
     Saves a priming run per key, at the price of a fixed order of these two in one block.
     """
     for place, one in enumerate(block):
-        key = one.snapshot_key()
-        if one.cell["cache"] != "warm" or one.skip or caches.has_snapshot(folder, key):
+        key = _wanted(one)
+        if not key or snapshots.exists(folder, key):
             continue
         for later in range(place + 1, len(block)):
-            if block[later].cell["cache"] != "warm" and block[later].snapshot_key() == key:
+            if not block[later].donor() and block[later].snapshot_key() == key:
                 block[place], block[later] = block[later], block[place]
                 break
 
 
+def _wanted(one: spec.Run) -> str:
+    """The key of the snapshot that a run starts from; empty if it starts from none."""
+    donor = None if one.skip else one.donor()
+    return donor.snapshot_key() if donor else ""
+
+
 def _primes(items: Sequence[Planned], folder: Path) -> list[str]:
-    """Labels of the warm cells that will find no snapshot, supposing that all runs before them end well."""
+    """Labels of the cells that will find no snapshot, supposing that all runs before them end well."""
     there: set[str] = set()
     needed = []
     for item in items:
         if item.done or item.run.skip:
             continue
-        key = item.run.snapshot_key()
-        if item.run.cell["cache"] == "warm" and key not in there and not caches.has_snapshot(folder, key):
+        key = _wanted(item.run)
+        if key and key not in there and not snapshots.exists(folder, key):
             needed.append(item.run.label)
-        there.add(key)
+        there.add(key or item.run.snapshot_key())
     return needed
 
 

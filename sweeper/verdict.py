@@ -119,11 +119,11 @@ def _ended_well(run: Evidence, failure: Signature | None) -> Verdict:
         return Verdict("failed", named("unknown", reason), reason)
     doubts = [doubt for check in (_dense, _recompiled, _nonfinite, _missed) if (doubt := check(run))]
     if not doubts:
-        return Verdict("ok", None, run.reason)
+        return Verdict("ok", None, "; ".join(filter(None, (run.reason, _unproved(run)))))
     cause, _ = doubts[0]
-    said = "; ".join(text for _, text in doubts)
+    said = [text for _, text in doubts] + ([] if _missed(run) else [_unproved(run)])
     # The kind of doubt is its identity: counts and step numbers are not.
-    return Verdict("degraded", named(cause, doubts[0][1], cause), "; ".join(filter(None, (said, run.reason))))
+    return Verdict("degraded", named(cause, doubts[0][1], cause), "; ".join(filter(None, (*said, run.reason))))
 
 
 def _said(run: Evidence) -> str | None:
@@ -167,11 +167,20 @@ def _nonfinite(run: Evidence) -> tuple[str, str] | None:
 
 
 def _missed(run: Evidence) -> tuple[str, str] | None:
+    """A warm cache that was none, or a snapshot of any kind that could not be had."""
     cache = run.cache or {}
-    if cache.get("requested") != "warm" or cache.get("proved") == "warm":
+    requested, proved, cause = (cache.get(name) for name in ("requested", "proved", "cause"))
+    if proved == "warm" or not (cause or requested == "warm"):
         return None
     why = cache.get("why") or "no reason given"
-    return "cache.warm_missed", f"asked for a warm cache, proved {cache.get('proved')}: {why}"
+    return cause or "cache.warm_missed", f"asked for a {requested} cache, proved {proved}: {why}"
+
+
+def _unproved(run: Evidence) -> str:
+    """What a reader must know of the caches though nothing is wrong with the run."""
+    cache = run.cache or {}
+    mixed = f"caches mixed, neither proved cold nor proved warm: {cache.get('why')}"
+    return "; ".join(filter(None, (cache.get("note"), mixed if cache.get("proved") == "mixed" else "")))
 
 
 def _signalled(run: Evidence, signal: int, failure: Signature | None) -> Verdict:

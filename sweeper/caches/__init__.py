@@ -10,6 +10,7 @@ What a run starts from and where that comes from is in snapshots.py; docs/CACHES
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -157,13 +158,20 @@ def proof(
 
 
 def _lookups(events: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
-    """The last totals that the run reported, per layer."""
-    for event in reversed(events):
+    """The totals of all processes of a run, per layer: of each what it told last, unless the job's end tells all."""
+    told: dict[Any, dict[str, dict[str, int]]] = {}
+    for event in events:
         caches = event.get("caches")
         if event.get("event") in ("counters", "end") and isinstance(caches, dict):
-            return {
-                str(layer): {str(k): v for k, v in numbers.items() if isinstance(v, int)}
+            if event["event"] == "end":
+                told.clear()
+            told[event.get("pid")] = {
+                str(layer): {str(name): n for name, n in numbers.items() if isinstance(n, int)}
                 for layer, numbers in caches.items()
                 if isinstance(numbers, dict)
             }
-    return {}
+    total: dict[str, Counter[str]] = {}
+    for layers in told.values():
+        for layer, numbers in layers.items():
+            total.setdefault(layer, Counter()).update(numbers)
+    return {layer: dict(numbers) for layer, numbers in total.items()}

@@ -1,0 +1,32 @@
+"""Stand-in for a job that compiles: `compiler.py OUT [GRAPH ...]`. Stdlib only.
+
+A graph found in the cache is a hit, one that is not a miss, and is put there. As with PyTorch, what another
+interpreter compiled is never found: its name is part of the key.
+"""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+
+def main(out: str, *graphs: str) -> None:
+    counted = {"hits": 0, "misses": 0, "bypasses": 0, "guard_misses": 0}
+    for graph in graphs:
+        path = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"], "fxgraph", f"{graph}-{Path(sys.executable).name}")
+        counted["hits" if path.exists() else "misses"] += 1
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("compiled")
+    events = [
+        {"event": "start", "device": "cpu", "torch": "2.0"},
+        {"event": "counters", "at": "end", "caches": {"fxgraph": counted}},
+        {"event": "end", "status": "ok"},
+    ]
+    with open(Path(out, "events.jsonl"), "a") as file:
+        for event in events:
+            file.write(json.dumps({"t": time.time(), "pid": os.getpid(), "thread": "MainThread", **event}) + "\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

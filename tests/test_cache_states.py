@@ -1,0 +1,264 @@
+"""What cold, warm, foreign and standalone runs start from, in whole runs of a made-up job that compiles."""
+
+import errno
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes.command import only, runs, started, sweeper, workload
+
+from dflash.events import STAGES
+from sweeper import run, spec, store
+from sweeper.caches import snapshots
+from sweeper.wheels import Wheel
+
+COMPILER = str(Path(__file__).parent / "fakes" / "compiler.py")
+
+
+class Quiet:
+    """Display and tracking of nobody; keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_, **__: None
+
+
+def session(folder: Path) -> run.Session:
+    options = spec.Options(store=str(folder), budget=dict.fromkeys(STAGES, 60.0))
+    return run.Session(options, "sweep", Quiet(), Quiet(), lambda: 0)
+
+
+def wheel(folder: Path, name: str) -> Wheel:
+    """An environment of its own as far as a compile cache can tell: another interpreter, another fingerprint."""
+    python = folder / f"python-{name}"
+    if not python.exists():
+        python.symlink_to(os.path.realpath(sys.executable))
+    return Wheel(name, str(python), name * 64, {"torch": f"2.11.0+{name}"})
+
+
+def job(wheel: Wheel, cache: str, source: Wheel | None = None, graphs: tuple[str, ...] = ("a", "b")) -> spec.Run:
+    cell = {"wheel": wheel.name, "cache": cache, "compile": "locked", "split": "1t1d", "isolation": "threads"}
+    given = spec.Workload(
+        "command", ("{python}", COMPILER, "{out}", *graphs), standalone=("{python}", COMPILER, "{out}", graphs[0])
+    )
+    facts = {"workload": "command", "argv": list(given.argv), "settings": {}, "wheel": wheel.fingerprint, "code": ""}
+    return spec.Run(cell=cell, spec={}, workload=given, wheel=wheel, facts=facts, cache_wheel=source)
+
+
+def done(one: spec.Run, during: run.Session) -> dict[str, Any]:
+    """Do a run; returns its verdict."""
+    folder = run.execute(one, during, 1)
+    assert folder is not None
+    verdict = store.attempt(folder).verdict
+    assert verdict is not None
+    return verdict
+
+
+def test_foreign_starts_from_the_caches_of_another_wheel_and_finds_nothing_there(tmp_path: Path) -> None:
+    during, ours, theirs = session(tmp_path / "store"), wheel(tmp_path, "cu130"), wheel(tmp_path, "cu128")
+    told = done(job(ours, "foreign", theirs), during)
+    assert told["verdict"] == "ok", "a foreign cache is no fault of the run"
+    assert (told["cache"]["requested"], told["cache"]["proved"]) == ("foreign", "mixed")
+    assert told["cache"]["layers"]["fxgraph"] | {"bytes_before": 0, "bytes_after": 0} == {
+        **{"files_before": 2, "files_after": 4, "bytes_before": 0, "bytes_after": 0},
+        **{"hits": 0, "misses": 2, "bypasses": 0, "guard_misses": 0},
+    }
+    assert "mixed, neither proved cold nor proved warm: 2 misses" in told["reason"]
+    (made,) = snapshots.survey(during.folder)
+    assert made.made_from["wheel"]["name"] == "cu128"
+    assert made.made_from["device"]["torch"] == "2.0"
+    assert made.used_by == (store.attempts(during.folder, job(ours, "foreign", theirs))[0].folder.name,)
+    assert told["cache"]["made_by"] == made.made_from["run"]
+
+
+def test_a_cold_run_of_the_other_wheel_donates_what_foreign_starts_from(tmp_path: Path) -> None:
+    during, ours, theirs = session(tmp_path / "store"), wheel(tmp_path, "cu130"), wheel(tmp_path, "cu128")
+    assert done(job(theirs, "cold"), during)["cache"]["proved"] == "cold"
+    assert done(job(ours, "foreign", theirs), during)["cache"]["proved"] == "mixed"
+    assert done(job(theirs, "warm"), during)["cache"]["proved"] == "warm"
+    assert len(runs(during.folder)) == 3, "nothing had to be primed"
+
+
+def test_states_and_sources_are_different_cells(tmp_path: Path) -> None:
+    ours, one, two = (wheel(tmp_path, name) for name in ("cu130", "cu128", "t213"))
+    cells = [job(ours, "cold"), job(ours, "warm"), job(ours, "standalone")]
+    cells += [job(ours, "foreign", one), job(ours, "foreign", two), job(one, "foreign", ours)]
+    assert len({cell.cell_id for cell in cells}) == len(cells)
+    donors = [cell.donor() for cell in cells]
+    assert donors[0] is None
+    keys = [donor.snapshot_key() for donor in donors if donor]
+    assert keys[0] == job(ours, "cold").snapshot_key()
+    assert keys[2] == job(one, "cold").snapshot_key()
+    assert len(set(keys)) == 4, "the last is our own wheel's, which warm starts from too"
+
+
+def test_standalone_starts_from_what_the_warm_up_command_compiled(tmp_path: Path) -> None:
+    during, ours = session(tmp_path / "store"), wheel(tmp_path, "cu130")
+    told = done(job(ours, "standalone"), during)
+    assert told["verdict"] == "ok"
+    assert (told["cache"]["proved"], told["cache"]["why"]) == ("mixed", "1 hits, 1 misses")
+    assert done(job(ours, "standalone", graphs=("a",)), during)["cache"]["proved"] == "warm"
+
+
+def test_a_priming_run_that_fails_is_named_and_the_run_goes_on_cold(tmp_path: Path) -> None:
+    during, ours = session(tmp_path / "store"), wheel(tmp_path, "cu130")
+    broken = Wheel("cu128", str(tmp_path / "no-python"), "f" * 64, {})
+    told = done(job(ours, "foreign", broken), during)
+    assert (told["verdict"], told["signature"]["cause"]) == ("degraded", "cache.warm_missed")
+    assert "no snapshot: the priming run" in told["reason"]
+    assert told["cache"]["layers"]["fxgraph"]["files_before"] == 0
+
+
+def damage(during: run.Session) -> None:
+    (graph,) = during.folder.glob("snapshots/*/files/inductor/fxgraph/a-*")
+    graph.write_text("compilex")
+
+
+def test_a_damaged_snapshot_is_made_again_and_the_run_says_so(tmp_path: Path) -> None:
+    during, ours = session(tmp_path / "store"), wheel(tmp_path, "cu130")
+    done(job(ours, "cold"), during)
+    damage(during)
+    told = done(job(ours, "warm"), during)
+    assert (told["verdict"], told["cache"]["proved"]) == ("ok", "warm")
+    assert "cache.corrupt: the snapshot was damaged" in told["reason"]
+
+
+def test_a_damaged_snapshot_on_a_read_only_disk_costs_the_warmth_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    during, ours = session(tmp_path / "store"), wheel(tmp_path, "cu130")
+    done(job(ours, "cold"), during)
+    damage(during)
+    monkeypatch.setattr(snapshots, "_set_aside", lambda source: "could not be set aside (Read-only file system)")
+    told = done(job(ours, "warm"), during)
+    assert (told["verdict"], told["signature"]["cause"]) == ("degraded", "cache.corrupt")
+    assert (told["cache"]["proved"], told["cache"]["layers"]["fxgraph"]["misses"]) == ("mixed", 2)
+
+
+def test_a_full_disk_costs_the_warmth_not_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    during, ours = session(tmp_path / "store"), wheel(tmp_path, "cu130")
+    done(job(ours, "cold"), during)
+
+    def full(path: Path, content: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    told = done(job(ours, "warm"), during)
+    assert (told["verdict"], told["signature"]["cause"]) == ("degraded", "host.disk_full")
+    assert told["cache"]["layers"]["fxgraph"]["misses"] == 2
+
+
+def test_a_disk_too_full_for_a_snapshot_is_the_reason_of_the_runs_that_wanted_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    during, ours = session(tmp_path / "store"), wheel(tmp_path, "cu130")
+    rename = os.rename
+
+    def full(source: Any, target: Any) -> None:
+        if "snapshots" in str(target):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", full)
+    for _ in range(2):
+        told = done(job(ours, "warm"), during)
+        assert (told["verdict"], told["signature"]["cause"]) == ("degraded", "host.disk_full")
+        assert "no snapshot could be made (No space left on device)" in told["reason"]
+    assert len([name for name in runs(during.folder) if name.startswith("prime")]) == 1, "it is not tried each time"
+
+
+def test_a_warm_cell_is_primed_once_and_proved_warm(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    done = sweeper(store, "-m", *workload("ok"), "cache=warm", "repeat=2")
+    assert done.returncode == 0
+    assert done.stderr.count("priming first") == 1
+    found = runs(store)
+    assert [verdict["cache"]["proved"] for name, verdict in found.items() if "-warm-" in name] == ["warm"] * 2
+    assert only(store, "prime")["cache"]["proved"] == "cold"
+    assert not list(store.glob("runs/*/caches")), "caches are not kept in run directories"
+    assert "prime" not in done.stdout
+
+
+@pytest.mark.parametrize("order", ["order=random", "order=given cache=cold,warm"])
+def test_a_cold_run_donates_and_spares_the_priming_run(tmp_path: Path, order: str) -> None:
+    store = tmp_path / "store"
+    levels = ["cache=warm,cold", *order.split()]
+    done = sweeper(store, "-m", *workload("ok"), *levels)
+    assert done.returncode == 0
+    assert len(runs(store)) == 2
+    assert "priming first" not in done.stderr
+    assert only(store, "-warm-")["cache"]["proved"] == "warm"
+    assert "2 hits" in only(store, "-warm-")["cache"]["why"]
+
+
+def test_a_failed_priming_run_is_the_reason_of_what_it_could_not_prime(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    done = sweeper(store, *workload("exit3"), "cache=warm", "repeat=2")
+    assert done.returncode == 0
+    assert done.stderr.count("priming first") == 1, "priming is not tried again for each repeat"
+    for name, verdict in runs(store).items():
+        assert verdict["verdict"] == "failed"
+        if "-warm-" in name:
+            assert verdict["cache"]["proved"] == "mixed"
+            assert "prime-locked-cold" in verdict["cache"]["why"]
+
+
+def test_priming_happens_once_however_many_ask(tmp_path: Path) -> None:
+    """Three harnesses at once on one store; the seed makes other runs of them, and no other graphs."""
+    store = tmp_path / "store"
+    cells = ["-m", *workload("ok"), "cache=warm"]
+    with (
+        started(store, *cells, "seed=1") as first,
+        started(store, *cells, "seed=2") as second,
+        started(store, *cells, "seed=3") as third,
+    ):
+        for process in (first, second, third):
+            process.communicate(timeout=120)
+            assert process.returncode == 0
+    found = runs(store)
+    assert len([name for name in found if name.startswith("prime")]) == 1
+    assert [verdict["cache"]["proved"] for name, verdict in found.items() if "-warm-" in name] == ["warm"] * 3
+
+
+def test_a_warm_up_command_of_ones_own(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    words = [
+        f"workload.{name}=['{{python}}','{COMPILER}','{{out}}',{graphs}]"
+        for name, graphs in (("argv", "a,b"), ("standalone", "a"))
+    ]
+    done = sweeper(store, "-m", "workload=command", *words, "cache=standalone,cold")
+    assert done.returncode == 0
+    assert only(store, "locked-standalone")["cache"]["why"] == "1 hits, 1 misses"
+    assert "mixed" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["cache=foreign"], "cache_from=null: cache=foreign needs the wheel level"),
+        (["cache=foreign", "cache_from=nosuch"], "cache_from=nosuch: unknown level; known: "),
+        (["cache_from=current"], "cache_from=current: only cache=foreign"),
+        (["cache=standalone"], "workload.standalone=[]: cache=standalone needs a command"),
+    ],
+)
+def test_a_start_that_cannot_be_had_is_one_sentence(tmp_path: Path, words: list[str], said: str) -> None:
+    done = sweeper(tmp_path / "store", *workload("ok"), *words)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_the_runs_own_wheel_is_no_foreign_one(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    done = sweeper(store, "-m", *workload("ok"), "cache=foreign,cold", "cache_from=current")
+    assert done.returncode == 0
+    assert only(store, "-foreign-")["reason"] == "cache_from=current is the run's own wheel; that is cache=warm"
+    assert "cache_from" not in next(path.read_text() for path in store.glob("runs/*-cold-*/run.json"))
