@@ -11,6 +11,7 @@ import sys
 import time
 from typing import Any, TextIO
 
+from dflash.events import STAGES
 from sweeper.measure import Evaluation, Step, finite, parse_evaluation, parse_step
 
 EVERY = 10.0  # seconds between two lines of steps when the output is no terminal
@@ -47,6 +48,8 @@ class Watch:
         step = parse_step(event) if kind == "step" else None
         if step is None or (self._first and step.variant != self._first.variant):
             return None
+        if self.stage == STAGES[0]:
+            self.stage = "train"  # of a command that tells its steps alone
         self.step, self.steps = step.step, step.steps
         if self._first is None:
             self._first = step

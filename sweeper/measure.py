@@ -117,8 +117,11 @@ class Figures(Learnt):
         return dataclasses.asdict(self)
 
 
-def figures(events: list[dict[str, Any]]) -> Figures:
-    """Measure a run from its events, in any order. Never raises on odd events."""
+def figures(events: list[dict[str, Any]], started: float | None = None) -> Figures:
+    """Measure a run from its events, in any order. Never raises on odd events.
+
+    started: when the command was started (Unix seconds), for one that does not tell.
+    """
     found, measured = steps(events), evaluations(events)
     done = next(iter(found.values()), [])
     steady = [s for s in done if s.steady]
@@ -139,7 +142,7 @@ def figures(events: list[dict[str, Any]]) -> Figures:
         drafters_waited=_waited("drafter", found, measured),
         steps=len(done),
         tokens=sum(s.tokens for s in done),
-        time_to_first_step_s=_first_step(events, done),
+        time_to_first_step_s=_first_step(events, done, started),
         compile_s=told.get("compile_seconds"),
         peak_rss_bytes=_whole(told.get("rss_bytes")),
         peak_gpu_bytes=_whole(_fullest_gpu(events)),
@@ -191,8 +194,8 @@ def overlap(spans: Iterable[tuple[float, float]], start: float, end: float) -> f
 def window_start(done: list[Step]) -> float | None:
     """When the measured window opened (Unix seconds), None where unknown.
 
-    That is the end of the last step before the first steady one or, if that step is not known, the first
-    steady step's own start.
+    That is the end of the step before the first steady one; if that step is not known, the first steady step's own
+    start; if that is not known either (a command that tells every tenth step), the end of the last step told before.
     """
     first = next((s for s in done if s.steady), None)
     if first is None:
@@ -200,7 +203,9 @@ def window_start(done: list[Step]) -> float | None:
     for step in done:
         if step.step == first.step - 1:
             return step.t
-    return None if first.seconds is None else first.t - first.seconds
+    if first.seconds is not None:
+        return first.t - first.seconds
+    return max((step.t for step in done if step.step < first.step), default=None)
 
 
 def parse_step(event: dict[str, Any]) -> Step | None:
@@ -210,6 +215,8 @@ def parse_step(event: dict[str, Any]) -> Step | None:
         return None
     tokens, seconds = finite(event.get("tokens")), finite(event.get("seconds"))
     named, variant = event.get("nonfinite"), event.get("variant")
+    # Python's own json writes NaN as it is; a command that is not ours may.
+    odd = tuple(name for name in SERIES if isinstance(v := event.get(name), float) and not math.isfinite(v))
     return Step(
         step=number,
         t=t,
@@ -218,7 +225,7 @@ def parse_step(event: dict[str, Any]) -> Step | None:
         tokens=int(tokens) if tokens and tokens > 0 else 0,
         seconds=seconds if seconds and seconds > 0 else None,
         steady=event.get("steady") is True,
-        nonfinite=tuple(str(n) for n in named) if isinstance(named, list) else (),
+        nonfinite=(*(str(n) for n in named), *odd) if isinstance(named, list) else odd,
         series={name: value for name in SERIES if (value := finite(event.get(name))) is not None},
         slots={name: [finite(v) for v in value] for name in SLOTS if isinstance(value := event.get(name), list)},
         waits=_numbers(event.get("wait_s")),
@@ -274,11 +281,10 @@ def finite(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _first_step(events: list[dict[str, Any]], done: list[Step]) -> float | None:
+def _first_step(events: list[dict[str, Any]], done: list[Step], started: float | None) -> float | None:
     starts = [t for e in events if e.get("event") == "start" and (t := finite(e.get("t"))) is not None]
-    if not starts or not done:
-        return None
-    return max(0.0, min(s.t for s in done) - min(starts))
+    begun = min(starts, default=started)
+    return None if begun is None or not done else max(0.0, min(s.t for s in done) - begun)
 
 
 def _learnt(done: list[Step], measured: list[Evaluation]) -> Learnt:

@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 
 from dflash.events import EVENTS_FILE, STACKS_FILE, STAGES, EventReader
+from sweeper.progress import Printed
 
 LOG_FILE = "child.log"
 LOG_TAIL = 64 * 1024  # bytes of the log that are looked at; the file itself keeps everything
@@ -25,6 +26,7 @@ POLL_S = 0.1
 TICK_S = 5.0
 STACKS_S = 20.0  # for py-spy on one process
 RUN_MARK = "SWEEPER_RUN"  # in the environment of every process of a run: its directory
+EVENTS_MARK = "SWEEPER_EVENTS"  # and the file that it may append events to
 
 # What a child may see of the environment of the harness.
 ALLOWED = (
@@ -81,6 +83,7 @@ def environment(run_dir: Path, extra: Mapping[str, str]) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
         RUN_MARK: str(run_dir),
+        EVENTS_MARK: str(run_dir / EVENTS_FILE),
         **extra,
     }
 
@@ -93,6 +96,7 @@ def supervise(
     budget: Mapping[str, float],
     grace: float,
     interrupted: Callable[[], int],
+    printed: Printed | None = None,
     on_event: Callable[[dict[str, Any]], None] = lambda event: None,
     on_log: Callable[[str], None] | None = None,
     on_tick: Callable[[], None] = lambda: None,
@@ -119,7 +123,7 @@ def supervise(
         )
     with ours:
         ours.setblocking(False)
-        watch = _Watch(ours, run_dir, budget, grace, outcome, on_event, on_log)
+        watch = _Watch(ours, run_dir, budget, grace, outcome, printed, on_event, on_log)
         next_tick = time.monotonic() + TICK_S
         while not watch.closed:
             watch.step(interrupted())
@@ -134,6 +138,9 @@ def supervise(
         outcome.reason = "the process that holds the child was killed from outside"
         outcome.ended = time.time()
     watch.read()
+    if printed:
+        printed.close()
+        watch.read()
     outcome.bad_events = watch.reader.bad
     outcome.log_tail = tail(log)
     stacks = run_dir / STACKS_FILE
@@ -151,6 +158,7 @@ class _Watch:
         budget: Mapping[str, float],
         grace: float,
         outcome: Outcome,
+        printed: Printed | None,
         on_event: Callable[[dict[str, Any]], None],
         on_log: Callable[[str], None] | None,
     ) -> None:
@@ -161,9 +169,10 @@ class _Watch:
             grace,
             outcome,
         )
-        self.on_event, self.on_log = on_event, on_log
+        self.printed, self.on_event, self.on_log = printed, on_event, on_log
         self.reader = EventReader(run_dir / EVENTS_FILE)
-        self.stage = STAGES[0]
+        # A command that is read by its output tells no stages: until its first step it may load and compile.
+        self.stage = "warmup" if printed else STAGES[0]
         self.progress = time.monotonic()
         self.log_at = 0
         self.log_rest = b""
@@ -215,14 +224,7 @@ class _Watch:
             self.lost = self.outcome.exit_code is None and self.outcome.signal is None
 
     def read(self) -> None:
-        """Take in new events and new log; either may be progress."""
-        for event in self.reader.poll():
-            self.outcome.events.append(event)
-            if event["event"] == "stage" and event.get("stage") in STAGES:
-                self.stage = event["stage"]
-            if event["event"] not in NO_PROGRESS:
-                self.progress = time.monotonic()
-            self.on_event(event)
+        """Take in new log and new events; either may be progress."""
         with open(self.run_dir / LOG_FILE, "rb") as log:
             log.seek(self.log_at)
             while data := log.read(LOG_TAIL):
@@ -230,8 +232,19 @@ class _Watch:
                 # A job that reports events is judged by them; of any other, output is the only sign of life.
                 if not self.outcome.events:
                     self.progress = time.monotonic()
+                if self.printed is not None:
+                    self.printed.feed(data)
                 if self.on_log is not None:
                     self.stream(data)
+        for event in self.reader.poll():
+            self.outcome.events.append(event)
+            if event["event"] == "stage" and event.get("stage") in STAGES:
+                self.stage = event["stage"]
+            elif event["event"] == "step" and self.stage == STAGES[0]:
+                self.stage = "train"  # of a command that tells its steps alone
+            if event["event"] not in NO_PROGRESS:
+                self.progress = time.monotonic()
+            self.on_event(event)
 
     def stream(self, data: bytes) -> None:
         assert self.on_log is not None

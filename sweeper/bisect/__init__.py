@@ -1,0 +1,1 @@
+"""Finds the first bad level of an ordered factor: `python -m sweeper.bisect` (docs/BISECT.md)."""
