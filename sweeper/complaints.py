@@ -26,7 +26,7 @@ def sentence(error: BaseException, arguments: list[str]) -> str:
         return _flat(str(error))
     missing = _cause(error, MissingConfigException)
     if isinstance(missing, MissingConfigException):
-        return _wrong_level(missing)
+        return _wrong_level(missing, arguments)
     parse = _cause(error, OverrideParseException)
     if isinstance(parse, OverrideParseException):
         return f"{parse.override}: no readable key=value ({_first(parse)}); special signs need quotes"
@@ -43,13 +43,16 @@ def sentence(error: BaseException, arguments: list[str]) -> str:
     return f"{key}={value}: {allowed}" if key else said
 
 
-def _wrong_level(error: MissingConfigException) -> str:
+def _wrong_level(error: MissingConfigException, arguments: list[str]) -> str:
     group, _, level = (error.missing_cfg_file or "").rpartition("/")
     known = [name for name in error.options or [] if name]
     if not group:
         return _flat(str(error))
     near = difflib.get_close_matches(level, known, n=1)
     hint = f"did you mean {near[0]}? " if near else ""
+    for name, _, given in (word.partition("=") for word in arguments):
+        if name.startswith(f"{group}@") and level in given.split(","):  # cache_from=, a level of the group wheel
+            group = name.partition("@")[2]
     return f"{group}={level}: unknown level; {hint}known: {', '.join(known)}"
 
 

@@ -178,3 +178,11 @@ def test_unreadable_failure_events_do_not_break_the_table(tmp_path: Path) -> Non
         file.write('{"t": 1, "event": "failure", "holders": ["rubbish", 3]}\n')
     add_events(folder, [RACE])
     assert "failed" in render(rows([folder]))
+
+
+def test_runs_whose_caches_are_neither_cold_nor_warm_are_named(tmp_path: Path) -> None:
+    foreign = {**LOCKED, "cache": "foreign"}
+    told = [write_run(tmp_path, foreign, repeat=n, cache=proof("foreign", "mixed")) for n in (1, 2)]
+    text = render(rows([*told, write_run(tmp_path, LOCKED)]))
+    assert "mixed: cache=foreign: as counted (runs: 2)" in text
+    assert "Mixed are 2 of 3 runs, neither proved cold nor proved warm" in text

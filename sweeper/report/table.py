@@ -45,9 +45,9 @@ def rows(run_dirs: Iterable[Path]) -> list[dict[str, Any]]:
 
     A row: cell {factor: level}, label, n, runs [directory], verdicts {verdict: count}, ktok_s,
     time_to_first_step_s, compile_s, peak_bytes, tau, targets_waited, drafters_waited (each {median, low, high,
-    coverage, n}, or None), cache {proved state: count}, signatures {cause: count}, learnt {variant, "" without
-    fanout: {loss, accept, tau {set: ...}}}, conditions {set: {condition: [value]}}, failures [{label, repeat,
-    verdict, cause, fingerprint, reason, evidence, holders, dir}].
+    coverage, n}, or None), cache {proved state: count}, mixed {why, of the runs that are ok: count}, signatures
+    {cause: count}, learnt {variant, "" without fanout: {loss, accept, tau {set: ...}}}, conditions {set: {condition:
+    [value]}}, failures [{label, repeat, verdict, cause, fingerprint, reason, evidence, holders, dir}].
     """
     latest: dict[tuple[str, Any], tuple[Path, dict[str, Any], dict[str, Any]]] = {}
     unreadable = 0
@@ -189,6 +189,7 @@ def _row(runs: list[tuple[Path, dict[str, Any], dict[str, Any]]]) -> dict[str, A
     ended = [v.get("figures") or {} for _, _, v in runs if v.get("verdict") in ENDED]
     peaks = [{"peak": f.get("peak_gpu_bytes") or f.get("peak_rss_bytes")} for f in ended]
     proofs = [v["cache"].get("proved") or "unproved" for _, _, v in runs if isinstance(v.get("cache"), dict)]
+    fine = [v["cache"] for _, _, v in runs if v.get("verdict") == "ok" and isinstance(v.get("cache"), dict)]
     signatures = [s for _, _, v in runs if (s := v.get("signature"))]
     return {
         "cell": cell,
@@ -206,6 +207,7 @@ def _row(runs: list[tuple[Path, dict[str, Any], dict[str, Any]]]) -> dict[str, A
         "learnt": _learnt(ended),
         "conditions": _conditions(ended),
         "cache": dict(Counter(proofs)),
+        "mixed": dict(Counter(str(cache.get("why")) for cache in fine if cache.get("proved") == "mixed")),
         "signatures": dict(Counter(str(s.get("cause")) for s in signatures)),
         "failures": [_failure(*run) for run in runs if run[2].get("verdict") != "ok"],
     }
@@ -314,6 +316,7 @@ def _notes(table: list[dict[str, Any]]) -> list[str]:
     factors = _factors(table)
     for row in table:
         where = label({f: row["cell"][f] for f in factors if f in row["cell"]})
+        notes += [f"mixed: {where}: {why} (runs: {n})" for why, n in row["mixed"].items()]
         for failure in row["failures"]:
             signature = f" {failure['cause']} ({failure['fingerprint']})" if failure["cause"] else ""
             reason = " ".join((failure["reason"] or failure["evidence"]).split())[:300]
@@ -327,6 +330,9 @@ def _notes(table: list[dict[str, Any]]) -> list[str]:
         notes.append(f"Brackets hold the median with {', '.join(told)} (distribution-free).")
     elif any(n > 1 for n in coverages):
         notes.append("Brackets are ranges; an interval needs three runs of a cell (repeat=3).")
+    if mixed := sum(row["cache"].get("mixed", 0) for row in table):
+        words = "neither proved cold nor proved warm: left out of comparisons of cold and warm"
+        notes.append(f"Mixed are {mixed} of {sum(row['n'] for row in table)} runs, {words}.")
     lost = sum(row.get("unreadable", 0) for row in table)
     if lost:
         notes.append(f"{lost} run directories have no readable run.json or verdict.json and are not counted.")
