@@ -96,8 +96,9 @@ def _hydras(word: str) -> str:
         return "verbose=true"
     if re.match(r"cache_from=", word):  # a level of the group wheel, of its own
         return f"wheel@{word}"
-    # The names below fanout are the user's own; Hydra sets a key that no file has only where told that it is new.
-    return f"++{word}" if re.match(r"fanout[.=]", word) else word
+    # The names below fanout are the user's own, and a wheel's file gives only the pins that it means; Hydra sets a
+    # key that no file has only where told that it is new.
+    return f"++{word}" if re.match(r"fanout[.=]|wheel\.", word) else word
 
 
 def _bad_flags(arguments: list[str]) -> str:

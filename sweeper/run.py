@@ -13,7 +13,7 @@ from typing import Any, Literal, cast
 from filelock import FileLock, Timeout
 
 from dflash.events import CHECKPOINTS
-from sweeper import caches, store, supervisor
+from sweeper import caches, store, supervisor, wheels
 from sweeper.caches import snapshots
 from sweeper.measure import figures
 from sweeper.spec import Options, Run
@@ -43,7 +43,7 @@ def execute(run: Run, session: Session, index: int, estimate: float | None = Non
 
     Never raises on what the child does, nor on a disk that cannot be written: then the verdict says so.
     """
-    missed = None if run.skip else _ensure_snapshot(run, session, index)
+    missed = None if run.skip or run.wheel.failure else _ensure_snapshot(run, session, index)
     if session.interrupted():
         return None
     began = time.time()
@@ -53,6 +53,8 @@ def execute(run: Run, session: Session, index: int, estimate: float | None = Non
     try:
         if run.skip:
             verdict = record.close(supervisor.Outcome(ended_by="skipped", reason=run.skip), None)
+        elif run.wheel.failure:
+            verdict = _unbuilt(record)
         else:
             verdict = _run_child(record, missed, index)
     except OSError as error:
@@ -164,7 +166,7 @@ def _run_child(record: _Record, missed: snapshots.Fault | None, index: int) -> d
     run, session, folder = record.run, record.session, record.folder
     caches.layout(record.caches)
     argv = [_fill(word, record) for word in run.workload.argv]
-    env = supervisor.environment(folder, caches.environment(record.caches))
+    env = supervisor.environment(folder, caches.environment(record.caches) | _wheel(record))
     record.open(argv, env)
     start = _fill_caches(record, missed, index)
     _take_checkpoints(record)
@@ -187,6 +189,26 @@ def _run_child(record: _Record, missed: snapshots.Fault | None, index: int) -> d
     after = caches.count(record.caches)
     cache = caches.proof(run.cell["cache"], before, after, outcome.events, start)
     return record.close(outcome, cache)
+
+
+def _wheel(record: _Record) -> dict[str, str]:
+    """Variables of the run's environment. One of its own holds what the trainer needs, and is shown the trainer."""
+    wheel = record.run.wheel
+    env = wheel.environment()
+    if env and record.run.workload.name == "dflash":
+        env["PYTHONPATH"] = str(wheels.shown(record.session.options.wheels))
+    wheels.mark_used(wheel)
+    return env
+
+
+def _unbuilt(record: _Record) -> dict[str, Any]:
+    """The verdict of a run whose environment could not be built; what was said of it stands in the run's log."""
+    said = record.run.wheel.failure
+    record.open([], {})
+    store.write(record.folder / supervisor.LOG_FILE, said + "\n")
+    now = time.time()
+    outcome = supervisor.Outcome(log_tail=said, reason=wheels.brief(said), started=now, ended=now)
+    return record.close(outcome, None)
 
 
 def _take_checkpoints(record: _Record) -> None:

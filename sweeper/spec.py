@@ -13,8 +13,8 @@ import importlib.util
 import json
 import os
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,7 @@ class Options:
     grace: float = 10.0
     budget: dict[str, float] = field(default_factory=dict)
     tracking: dict[str, Any] = field(default_factory=dict)
+    wheels: wheels.Sources = field(default_factory=wheels.Sources)
 
     @property
     def folder(self) -> Path:
@@ -77,6 +78,7 @@ class Options:
         for stage in STAGES:
             if stage not in self.budget:
                 raise SettingError("budget", self.budget, f"must give seconds for the stage {stage}")
+        self.wheels.check()
         _check_store(self.folder)
 
 
@@ -123,7 +125,8 @@ class Run:
     @property
     def label(self) -> str:
         """The cell in words, for people."""
-        parts = [self.cell[name] for name in ("compile", "cache", "split", "isolation")]
+        parts = [self.cell["wheel"]] if self.cell["wheel"] != wheels.CURRENT else []
+        parts += [self.cell[name] for name in ("compile", "cache", "split", "isolation")]
         parts += [f"{key}={value}" for key, value in self.cell.items() if key not in FACTORS]
         prefix = "prime " if self.role == "prime" else ""
         return prefix + " ".join(parts) + (f" #{self.repeat}" if self.repeat > 1 else "")
@@ -180,10 +183,11 @@ class Run:
         return replace(self, repeat=repeat)
 
 
-def read(configs: Sequence[DictConfig]) -> tuple[Options, list[Run]]:
+def read(configs: Sequence[DictConfig], failures: Mapping[str, str] | None = None) -> tuple[Options, list[Run]]:
     """Options and one Run per configuration, in order; configurations that mean the same give equal runs.
 
-    Raises SettingError.
+    `failures` says which environments could not be built and why, by the key of their pins; of others that are
+    not built the runs know only what the pins say. Raises SettingError.
     """
     for config in configs:
         for name in (*Options.__dataclass_fields__, *SHARED, "wheel", "cache", "workload"):
@@ -191,12 +195,12 @@ def read(configs: Sequence[DictConfig]) -> tuple[Options, list[Run]]:
                 raise SettingError(name, "removed", "this setting is required")
     options = [_options(config) for config in configs]
     for one in options[1:]:
-        for name, value in asdict(one).items():
-            if value != getattr(options[0], name):
-                raise SettingError(name, f"{getattr(options[0], name)},{value}", "must be the same in every cell")
+        for name in Options.__dataclass_fields__:
+            if (value := getattr(one, name)) != (first := getattr(options[0], name)):
+                raise SettingError(name, f"{first},{value}", "must be the same in every cell")
     options[0].check()
     swept = _swept(configs)
-    runs = [_run(config, swept, options[0]) for config in configs]
+    runs = [_run(config, swept, options[0], failures or {}) for config in configs]
     level = configs[0].hydra.runtime.choices.get(CACHE_FROM)
     if level and not any(run.cell["cache"] == caches.FOREIGN for run in runs):
         raise SettingError("cache_from", level, "only cache=foreign starts from another wheel's caches")
@@ -220,7 +224,7 @@ def _swept(configs: Sequence[DictConfig]) -> list[str]:
     return [key for key, seen in values.items() if len(seen) > 1 and key not in (*FACTORS, CACHE_FROM)]
 
 
-def _run(config: DictConfig, swept: Iterable[str], options: Options) -> Run:
+def _run(config: DictConfig, swept: Iterable[str], options: Options, failures: Mapping[str, str]) -> Run:
     settings: Any = OmegaConf.to_container(
         OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"]),
         resolve=True,
@@ -232,7 +236,7 @@ def _run(config: DictConfig, swept: Iterable[str], options: Options) -> Run:
     for key in settings:
         if key not in known:
             raise SettingError(key, settings[key], f"unknown setting; known: {', '.join(sorted(known))}")
-    wheel = wheels.current()
+    wheel = wheels.resolve(str(choices["wheel"]), settings["wheel"], options.wheels, failures)
     levels = {name: str(choices[name]) for name in FACTORS if name != "split"}
     cell = levels | {"split": str(settings["split"])}
     cell = {name: cell[name] for name in FACTORS}
@@ -253,7 +257,10 @@ def _run(config: DictConfig, swept: Iterable[str], options: Options) -> Run:
     _check_split(spec["split"], spec["device"], spec["target"]["gpus"] if workload.name == "dflash" else 1)
     cache_wheel = None
     if cell["cache"] == caches.FOREIGN:
-        cache_wheel = _cache_wheel(choices.get(CACHE_FROM))
+        level = choices.get(CACHE_FROM)
+        if level is None:
+            raise SettingError("cache_from", "null", "cache=foreign needs the wheel level whose caches it starts from")
+        cache_wheel = wheels.resolve(str(level), settings["cache_from"], options.wheels, failures)
         cell["cache_from"] = cache_wheel.name
     if cell["cache"] == caches.STANDALONE and not workload.standalone:
         raise SettingError("workload.standalone", "[]", "cache=standalone needs a command that fills the caches")
@@ -271,12 +278,6 @@ def _run(config: DictConfig, swept: Iterable[str], options: Options) -> Run:
         skip=skip,
         cache_wheel=cache_wheel,
     )
-
-
-def _cache_wheel(level: str | None) -> wheels.Wheel:
-    if level is None:
-        raise SettingError("cache_from", "null", "cache=foreign needs the wheel level whose caches it starts from")
-    return wheels.current()
 
 
 def _workload(given: dict[str, Any]) -> Workload:

@@ -20,7 +20,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from dflash.settings import SettingError
-from sweeper import run, spec, store
+from sweeper import run, spec, store, wheels
 from sweeper.caches import snapshots
 from sweeper.store import Attempt
 
@@ -48,6 +48,13 @@ class Plan:
     def waiting(self) -> list[Planned]:
         return [item for item in self.items if item.done is None]
 
+    @property
+    def unbuilt(self) -> list[wheels.Pins]:
+        """Pins of the environments that runs wait for, each once."""
+        runs = [item.run for item in self.waiting if not item.run.skip]
+        asked = [wheel for one in runs for wheel in (one.wheel, one.cache_wheel) if wheel and wheel.unbuilt]
+        return list({wheel.pins.key: wheel.pins for wheel in asked if wheel.pins}.values())
+
 
 @dataclass(frozen=True)
 class Result:
@@ -68,6 +75,9 @@ def sweep(configs: Sequence[DictConfig]) -> Result:
         return Result(OK, [[] for _ in cells])
     _prepare(options.folder)
     with Interrupts() as interrupts:
+        if plan.unbuilt:
+            options, cells = spec.read(configs, build_wheels(plan, options, interrupts))
+            plan = make_plan(cells, options, past)
         found = _carry_out(plan, options, interrupts)
     verdicts = [
         [found[i] for n in range(options.repeat) if (i := cell.repeated(n + 1).identity) in found] for cell in cells
@@ -160,6 +170,7 @@ def describe(plan: Plan) -> str:
         f"{len(plan.waiting)} to do; time for those: {total}"
         + (f", and {unknown} runs of unknown time" if known and unknown else ""),
         f"priming runs needed: {len(plan.primes)}" + "".join(f"\n  {label}" for label in plan.primes),
+        *(f"environment to build first: {pins.name} ({pins})" for pins in plan.unbuilt),
     ]
     return "\n".join(lines)
 
@@ -168,6 +179,27 @@ def _duration(seconds: float | None) -> str:
     if seconds is None:
         return "unknown"
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.1f} min"
+
+
+def build_wheels(plan: Plan, options: spec.Options, interrupts: Interrupts) -> dict[str, str]:
+    """Build the environments that runs wait for; says which could not be, by the key of their pins, and why.
+
+    All before the first run: a build beside a run would slow it, and what a run is called depends on what its
+    environment holds. `spec.read` with the answer gives the runs that can be done.
+    """
+    from sweeper.wheels.build import BuildFailure, build
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    failures = {}
+    for pins in plan.unbuilt:
+        try:
+            build(pins, options.wheels, interrupted=interrupts.look, say=say)
+        except BuildFailure as failure:
+            failures[pins.key] = str(failure)
+            say(wheels.brief(str(failure)))
+    return failures
 
 
 def _carry_out(plan: Plan, options: spec.Options, interrupts: Interrupts) -> dict[str, str]:

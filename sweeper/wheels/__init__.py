@@ -246,6 +246,12 @@ def python(folder: Path) -> Path:
     return folder / ENVIRONMENT / "bin" / "python"
 
 
+def brief(failure: str) -> str:
+    """Why an environment could not be built, in one line."""
+    lines = failure.splitlines()
+    return f"{lines[0]}: {lines[-1].strip()}"
+
+
 def mark_used(wheel: Wheel) -> None:
     """Note that a run starts in this environment now, for `prune`."""
     if wheel.pins is not None:

@@ -135,7 +135,7 @@ def _make(pins: Pins, sources: Sources, part: Path, interrupted: Callable[[], in
             *(str(asked), "--output-file", str(lock), *where),
         ],
         "installing its packages": [
-            *(uv, "pip", "install", "--quiet", "--no-deps", "--require-hashes"),
+            *(uv, "pip", "install", "--quiet", "--no-deps", "--verify-hashes"),
             *("--requirements", str(lock), *where),
         ],
         "importing torch": [str(python), "-I", "-c", _PROBE, str(facts)],
