@@ -149,7 +149,8 @@ class Run:
                     one.pop(section, None)
                 elif isinstance(inside := one.get(section), dict):
                     inside.pop(name, None)
-        return _hash({**self.facts, "settings": settings, "machine": machine.kind()})
+        place = {"machine": machine.kind(), "compilers": caches.compiler_settings()}
+        return _hash({**self.facts, "settings": settings, **place})
 
     def donor(self) -> Run | None:
         """The run whose caches this one starts with; None where it starts with none (cache=cold)."""

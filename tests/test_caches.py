@@ -27,7 +27,13 @@ def test_every_layer_is_counted_apart(tmp_path: Path) -> None:
 
 def test_every_cache_of_a_child_lies_in_directories_of_its_own(tmp_path: Path) -> None:
     environment = caches.environment(tmp_path / "c")
-    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCH_EXTENSIONS_DIR", "CUDA_CACHE_PATH"):
+    for name in (
+        "TORCHINDUCTOR_CACHE_DIR",
+        "TRITON_CACHE_DIR",
+        "TORCH_EXTENSIONS_DIR",
+        "CUDA_CACHE_PATH",
+        "PYTORCH_KERNEL_CACHE_PATH",
+    ):
         assert Path(environment[name]).is_relative_to(tmp_path / "c")
     assert environment["TORCHINDUCTOR_FX_GRAPH_REMOTE_CACHE"] == "0"
     caches.layout(tmp_path / "c")

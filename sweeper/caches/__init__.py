@@ -10,6 +10,7 @@ What a run starts from and where that comes from is in snapshots.py; docs/CACHES
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ _DIRECTORIES = {
     "TRITON_HOME": "triton-home",
     "TORCH_EXTENSIONS_DIR": "extensions",
     "CUDA_CACHE_PATH": "cuda",
+    "PYTORCH_KERNEL_CACHE_PATH": "kernels",  # of torch's own run-time compiler, jiterator
 }
 # A cache on another machine would make a cold run warm unseen.
 _REMOTE = (
@@ -65,6 +67,16 @@ def environment(root: Path) -> dict[str, str]:
     return paths | dict.fromkeys(_REMOTE, "0")
 
 
+def compiler_settings() -> dict[str, str]:
+    """The variables of this process that its children's compilers read, less those that `environment` sets."""
+    ours = environment(Path("/"))
+    return {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name not in ours and (name in ("CC", "CXX") or name.startswith(("TORCH", "PYTORCH_", "TRITON_")))
+    }
+
+
 def layout(root: Path) -> None:
     """Make the empty cache directories; raises FileExistsError where there already are some."""
     root.mkdir(parents=True)
@@ -92,10 +104,8 @@ def _layer(path: Path) -> str:
     top = path.parts[0]
     if path.name.endswith(".best_config"):
         return "autotune"
-    if top == "triton-home":
-        return "triton"
     if top != "inductor":
-        return top
+        return {"triton-home": "triton", "kernels": "cuda"}.get(top, top)
     inside = path.parts[1]
     return {"dynamo": "pgo", "aotautograd": inside, "fxgraph": inside, "triton": inside}.get(inside, "code")
 
