@@ -37,7 +37,7 @@ usage: sweeper [-m] [-v] [key=value ...]          (or: python -m sweeper ...)
   sweeper -m compile=locked,whole rerun=failed    do failed runs again
   sweeper drafter.layers=5 data.path=my.jsonl     any setting of the trainer, listed below
   sweeper split=1t2d fanout.a.drafter.block=8 fanout.b.drafter.block=16     two drafters on one stream of features
-  sweeper workload=command 'workload.argv=[python,train.py,{spec},{out}]'   any other training command
+  sweeper -m workload=command 'workload.argv=["{python}",train.py,--lr,"{args.lr}"]' args.lr=0.1,0.01    any command
 """
 NOTES = """\
 exit status: 0 every planned run has a verdict, 2 a setting cannot work, 3 strict=true and some run is not ok,

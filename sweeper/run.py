@@ -12,8 +12,8 @@ from typing import Any, Literal, cast
 
 from filelock import FileLock, Timeout
 
-from dflash.events import CHECKPOINTS
-from sweeper import caches, store, supervisor, wheels
+from dflash.events import CHECKPOINTS, EVENTS_FILE, EventWriter
+from sweeper import caches, progress, store, supervisor, wheels, workload
 from sweeper.caches import snapshots
 from sweeper.measure import figures
 from sweeper.spec import Options, Run
@@ -126,7 +126,7 @@ class _Record:
         child = outcome.ended - outcome.started
         told = {
             **verdict.to_dict(),
-            "figures": figures(outcome.events).to_dict(),
+            "figures": figures(outcome.events, outcome.started or None).to_dict(),
             "cache": cache,
             "exit": {"code": outcome.exit_code, "signal": outcome.signal},
             "ended_by": outcome.ended_by,
@@ -165,8 +165,10 @@ class _Record:
 def _run_child(record: _Record, missed: snapshots.Fault | None, index: int) -> dict[str, Any]:
     run, session, folder = record.run, record.session, record.folder
     caches.layout(record.caches)
-    argv = [_fill(word, record) for word in run.workload.argv]
-    env = supervisor.environment(folder, caches.environment(record.caches) | _wheel(record))
+    told = _told(record)
+    argv = [workload.fill(word, told) for word in run.workload.argv]
+    own = {name: workload.fill(word, told) for name, word in run.workload.env.items()}
+    env = supervisor.environment(folder, own | caches.environment(record.caches) | _wheel(record))
     record.open(argv, env)
     start = _fill_caches(record, missed, index)
     _take_checkpoints(record)
@@ -175,17 +177,19 @@ def _run_child(record: _Record, missed: snapshots.Fault | None, index: int) -> d
     if session.interrupted():
         now = time.time()
         return record.close(supervisor.Outcome(ended_by="interrupt", started=now, ended=now), None)
-    outcome = supervisor.supervise(
-        argv,
-        folder,
-        env,
-        budget=session.options.budget,
-        grace=session.options.grace,
-        interrupted=session.interrupted,
-        on_event=session.display.event,
-        on_log=session.display.log_line if session.options.verbose else None,
-        on_tick=lambda: session.tracking.tick(folder),
-    )
+    with _reading(record) as printed:
+        outcome = supervisor.supervise(
+            argv,
+            folder,
+            env,
+            budget=session.options.budget,
+            grace=session.options.grace,
+            interrupted=session.interrupted,
+            printed=printed,
+            on_event=session.display.event,
+            on_log=session.display.log_line if session.options.verbose else None,
+            on_tick=lambda: session.tracking.tick(folder),
+        )
     after = caches.count(record.caches)
     cache = caches.proof(run.cell["cache"], before, after, outcome.events, start)
     return record.close(outcome, cache)
@@ -227,15 +231,27 @@ def _take_checkpoints(record: _Record) -> None:
         record.session.display.note(f"goes on from the checkpoints of {before.name}")
 
 
-def _fill(word: str, record: _Record) -> str:
-    """Put the paths of this attempt into a word of the workload's command."""
-    for name, value in (
-        ("{python}", record.run.wheel.python),
-        ("{spec}", str(record.folder / store.SPEC_FILE)),
-        ("{out}", str(record.folder)),
-    ):
-        word = word.replace(name, value)
-    return word
+def _told(record: _Record) -> dict[str, str]:
+    """What may stand in braces in the workload's command: its settings and the paths of this attempt."""
+    return workload.values(record.run.spec) | {
+        "python": record.run.wheel.python,
+        "spec": str(record.folder / store.SPEC_FILE),
+        "out": str(record.folder),
+    }
+
+
+@contextmanager
+def _reading(record: _Record) -> Iterator[progress.Printed | None]:
+    """What turns the command's output into events, if the workload says how; it writes them beside the command's."""
+    told = record.run.workload
+    if not told.pattern:
+        yield None
+        return
+    events = EventWriter(record.folder / EVENTS_FILE)
+    try:
+        yield progress.Printed(told.pattern, told.tokens, told.warmup_lines, events.emit)
+    finally:
+        events.close()
 
 
 def _ensure_snapshot(run: Run, session: Session, index: int) -> snapshots.Fault | None:

@@ -24,6 +24,8 @@ from dflash import models
 from dflash.events import STAGES
 from dflash.settings import DEVICES, JobSettings, SettingError, Split
 from sweeper import caches, machine, wheels
+from sweeper import workload as workloads
+from sweeper.workload import Workload
 
 # In a folder of prepared data: what it holds, with the checksum of each file.
 PREPARED = "meta.json"
@@ -80,20 +82,6 @@ class Options:
                 raise SettingError("budget", self.budget, f"must give seconds for the stage {stage}")
         self.wheels.check()
         _check_store(self.folder)
-
-
-@dataclass(frozen=True)
-class Workload:
-    """The training command; `{python}`, `{spec}` and `{out}` in argv are filled in when a run starts.
-
-    standalone: the command that fills the caches for cache=standalone, of the same form.
-    """
-
-    name: str
-    argv: tuple[str, ...]
-    sections: tuple[str, ...] = ()
-    code: tuple[str, ...] = ()
-    standalone: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -173,15 +161,12 @@ class Run:
         It neither evaluates nor writes checkpoints.
         """
         spec, facts = json.loads(json.dumps([self.spec, self.facts]))
-        for settings in (spec, facts["settings"]) if self.workload.name == "dflash" else ():
+        for settings in (spec, facts["settings"]) if self.workload.is_trainer else ():
             train = settings["train"]
             train |= {"steps": min(train["steps"], train["steady_after"] + 2), "save_every": 0}
             settings["eval"] |= {"prompts": [], "every": 0}
         cell = {name: level for name, level in self.cell.items() if name != "cache_from"} | {"cache": caches.COLD}
         return replace(self, cell=cell, spec=spec, facts=facts, repeat=1, role="prime", skip="", cache_wheel=None)
-
-    def repeated(self, repeat: int) -> Run:
-        return replace(self, repeat=repeat)
 
 
 def read(configs: Sequence[DictConfig], failures: Mapping[str, str] | None = None) -> tuple[Options, list[Run]]:
@@ -232,8 +217,9 @@ def _run(config: DictConfig, swept: Iterable[str], options: Options, failures: M
         throw_on_missing=True,
     )
     choices = config.hydra.runtime.choices
-    workload = _workload(settings["workload"])
+    workload = workloads.read(settings["workload"])
     known = {*Options.__dataclass_fields__, *FACTORS, *SHARED, *workload.sections, "workload", "cache_from"}
+    known |= set() if workload.is_trainer else {"args"}
     for key in settings:
         if key not in known:
             raise SettingError(key, settings[key], f"unknown setting; known: {', '.join(sorted(known))}")
@@ -253,9 +239,12 @@ def _run(config: DictConfig, swept: Iterable[str], options: Options, failures: M
     }
     if type(spec["seed"]) is not int or spec["seed"] < 0:
         raise SettingError("seed", spec["seed"], "must be a whole number from 0")
-    if workload.name == "dflash":
+    if workload.is_trainer:
         spec = _job(spec)
-    _check_split(spec["split"], spec["device"], spec["target"]["gpus"] if workload.name == "dflash" else 1)
+        _check_split(spec["split"], spec["device"], spec["target"]["gpus"])
+    else:
+        Split.parse(spec["split"])
+        spec["args"] = workloads.arguments(settings.get("args"), workload)
     cache_wheel = None
     if cell["cache"] == caches.FOREIGN:
         level = choices.get(CACHE_FROM)
@@ -268,7 +257,7 @@ def _run(config: DictConfig, swept: Iterable[str], options: Options, failures: M
     skip = ""
     if cache_wheel and cache_wheel.fingerprint == wheel.fingerprint:
         skip = f"cache_from={cache_wheel.name} is the run's own wheel; that is cache=warm"
-    if workload.name == "dflash" and spec["compile"] == "triton":
+    if workload.is_trainer and spec["compile"] == "triton":
         skip = "needs CUDA" if spec["device"] == "cpu" else "the Triton kernel is not part of this version"
     return Run(
         cell=cell,
@@ -279,19 +268,6 @@ def _run(config: DictConfig, swept: Iterable[str], options: Options, failures: M
         skip=skip,
         cache_wheel=cache_wheel,
     )
-
-
-def _workload(given: dict[str, Any]) -> Workload:
-    for name in ("argv", "sections", "code", "standalone"):
-        value = given.get(name)
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise SettingError(f"workload.{name}", value, "must be a list of strings")
-    if not given["argv"]:
-        raise SettingError("workload.argv", "[]", "must be a command and its arguments")
-    for path in given["code"]:
-        if not Path(path).is_file():
-            raise SettingError("workload.code", path, "must be existing files")
-    return Workload(given["name"], *(tuple(given[name]) for name in ("argv", "sections", "code", "standalone")))
 
 
 def _job(spec: dict[str, Any]) -> dict[str, Any]:
@@ -381,7 +357,7 @@ def _read_only(place: Path) -> bool:
 def _facts(spec: dict[str, Any], workload: Workload, wheel: wheels.Wheel) -> dict[str, Any]:
     """All that decides what a run computes, with paths replaced by the content they name."""
     settings = json.loads(json.dumps(spec))
-    if workload.name == "dflash":
+    if workload.is_trainer:
         data = spec["data"]["path"]
         settings["data"]["path"] = _file_hash(os.path.join(data, PREPARED) if os.path.isdir(data) else data)
         settings["eval"]["prompts"] = [_file_hash(path) for path in spec["eval"]["prompts"]]
@@ -400,6 +376,8 @@ def _facts(spec: dict[str, Any], workload: Workload, wheel: wheels.Wheel) -> dic
     return {
         "workload": workload.name,
         "argv": list(workload.argv),
+        "env": workload.env,
+        "progress": [workload.pattern, workload.tokens, workload.warmup_lines],
         "settings": settings,
         "wheel": wheel.fingerprint,
         "code": code,

@@ -22,10 +22,12 @@ work, 1 a fault of the harness, 130 interrupted. More: docs/BISECT.md
 
 from __future__ import annotations
 
+import hashlib
+import json
 import statistics
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dflash.settings import SettingError
@@ -60,43 +62,67 @@ def main() -> None:
 def bisect(configs: Sequence[DictConfig], question: Question) -> sweep.Result:
     """Run levels until the answer is sure, and print it. Raises SettingError, before anything is started."""
     from sweeper import spec, store, sweep
+    from sweeper.report import table
 
     options, cells = spec.read(configs)
     names = _names(cells, options, question)
-    past = store.history(options.folder)
-    results = [_done(cell, past, question) for cell in cells]
+    results = _done(cells, store.history(options.folder), question)
     following = question.decide(results)
     if options.dry:
         print(report(question, names, results, following))
         return sweep.Result(sweep.OK, [[] for _ in cells])
     sweep.prepare(options.folder)
-    plan = sweep.make_plan(cells, options, past)
-    # The table at the end tells what is known; what the plan counts as done is not what a bisect has left to do.
-    plan = replace(plan, items=[replace(item, done=None) for item in plan.items])
+    failures: dict[str, str] = {}
     status = sweep.OK
-    with sweep.Interrupts() as interrupts, sweep.opened(plan, options, interrupts) as session:
-        place = 0
+    with sweep.Interrupts() as interrupts, sweep.opened(_plan(cells, question), options, interrupts) as session:
+        session.display.total = 0  # nobody knows how many it will be
         while not isinstance(following, Answer) and not interrupts.look():
-            run = cells[following].repeated(len(results[following]) + 1)
-            session.display.total = place = place + 1
-            sweep.do(sweep.Planned(run, None, store.estimate(past, run)), session, place)
-            last = sweep.newest(options.folder, run)
-            if last is None or not last.done:
-                status = sweep.INTERRUPTED if interrupts.look() else sweep.FAULT
+            if cells[following].wheel.unbuilt:
+                # Only of levels that are run: an environment takes minutes and gigabytes.
+                failures |= sweep.build_wheels(_plan([cells[following]], question), options, interrupts)
+                cells = spec.read(configs, failures)[1]
+            past, before = store.history(options.folder), sum(map(len, results))
+            run = cells[following].repeated(len(_done(cells, past, question)[following]) + 1)
+            session.display.total += 1
+            if not interrupts.look():
+                sweep.do(sweep.Planned(run, None, store.estimate(past, run)), session, session.display.total)
+            results = _done(cells, store.history(options.folder), question)
+            if sum(map(len, results)) <= before:
+                status = sweep.FAULT
                 break
-            results[following].append(question.read(last))
             following = question.decide(results)
             session.display.note(progress(question, names, results, following))
         if interrupts.look():
             status = sweep.INTERRUPTED
-        done = [cell.repeated(n + 1) for cell, several in zip(cells, results, strict=True) for n in range(len(several))]
-        sweep.conclude(done, session)
         text = report(question, names, results, following)
-        store.write(options.folder / "sweeps" / plan.id / "bisect.txt", text + "\n")
-    print("\n" + text)
+        session.tracking.close_sweep(session.sweep, table.rows(_folders(cells, results, options.folder)), text)
+        store.write(options.folder / "sweeps" / session.sweep / "bisect.txt", text + "\n")
+    print(text)
     if status == sweep.OK and not (isinstance(following, Answer) and following.kind == "found"):
         status = NO_ANSWER
     return sweep.Result(status, [[one.why for one in several] for several in results])
+
+
+def _plan(cells: Sequence[spec.Run], question: Question) -> sweep.Plan:
+    """The bisect as a sweep: none of its runs is counted as done or to do, for which they are shows on the way.
+
+    The id is that of the question and not of the cells, which are called otherwise once their wheel is built.
+    """
+    from sweeper import sweep
+
+    settings = cells[0].facts["settings"]
+    asked = json.dumps([question.factor, question.levels, question.symptom, settings], sort_keys=True)
+    name = hashlib.sha256(asked.encode()).hexdigest()[:12]
+    return sweep.Plan(name, [sweep.Planned(cell, None, None) for cell in cells], [])
+
+
+def _folders(cells: Sequence[spec.Run], results: Sequence[Sequence[Result]], folder: Path) -> Iterator[Path]:
+    from sweeper import sweep
+
+    for cell, several in zip(cells, results, strict=True):
+        for number in range(len(several)):
+            if last := sweep.newest(folder, cell.repeated(number + 1)):
+                yield last.folder
 
 
 def _names(cells: Sequence[spec.Run], options: spec.Options, question: Question) -> list[str]:
@@ -120,12 +146,15 @@ def _names(cells: Sequence[spec.Run], options: spec.Options, question: Question)
     return names
 
 
-def _done(cell: spec.Run, past: dict[str, list[Attempt]], question: Question) -> list[Result]:
-    """What the store's runs of a level say, from its first repeat to the first that is missing."""
-    found: list[Result] = []
-    while (attempts := past.get(cell.repeated(len(found) + 1).identity)) and attempts[-1].done:
-        found.append(question.read(attempts[-1]))
-    return found
+def _done(cells: Sequence[spec.Run], past: dict[str, list[Attempt]], question: Question) -> list[list[Result]]:
+    """What the store's runs of each level say, from its first repeat to the first that is missing."""
+    results: list[list[Result]] = []
+    for cell in cells:
+        found: list[Result] = []
+        while (attempts := past.get(cell.repeated(len(found) + 1).identity)) and attempts[-1].done:
+            found.append(question.read(attempts[-1]))
+        results.append(found)
+    return results
 
 
 def progress(
@@ -137,6 +166,8 @@ def progress(
     if not isinstance(seen, list):
         return f"{runs} runs: measuring the ends"
     belief = search.tally(seen)
+    if belief.alike > search.ENDS_ALIKE:
+        return f"{runs} runs: the ends are alike with {_percent(belief.alike)}"
     best = max(range(len(names)), key=lambda level: belief.first_bad[level])
     known = f"first bad {question.factor} may be {names[best]} ({_percent(belief.first_bad[best])})"
     then = "" if isinstance(following, Answer) else f"; next {names[following]}"

@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-SAME = 0.1  # share of the prior that holds the ends to be alike
+SAME = 0.5  # share of the prior that holds the ends to be alike
 ALWAYS, NEVER = 0.999, 0.001
 # Half of the prior on causes that always show, the rest even; most good levels never show the symptom.
 BAD_RATES = {ALWAYS: 0.5} | {round(0.05 * n, 2): 0.5 / 19 for n in range(1, 20)}
@@ -44,8 +43,8 @@ class Belief:
 @dataclass(frozen=True)
 class Answer:
     """The end of a search. found: `bad` is the first bad level, or one that was stepped over between `good` and it.
-    alike: the ends do not differ. stuck: `level` is an end and cannot be run. unsure: `most` runs are used up, and
-    `bad` is the likeliest. sure: probability of what is said."""
+    alike: the ends do not differ, or were not seen to. stuck: `level` is an end and cannot be run. unsure: `most`
+    runs are used up, and `bad` is the likeliest. sure: probability of what is said."""
 
     kind: str  # found | alike | stuck | unsure
     sure: float = 0.0
@@ -77,29 +76,24 @@ def decide(seen: Sequence[Sequence[bool | None]], error: float, most: int) -> in
     (None). error: probability with which an answer may be wrong. most: runs that may be used.
     """
     kept, counts = _kept(seen)
-    ends = (0, len(seen) - 1)
-    for end in ends:
+    for end in (0, len(seen) - 1):
         if end not in kept:
             return Answer("stuck", level=end)
     joint, same = _posterior(*counts, _widths(kept))
     first_bad, alike = joint.sum(axis=1), float(same.sum())
     runs = [sum(pair) for pair in zip(*counts, strict=True)]
-    short = min((-1, 0), key=lambda place: runs[place])  # the bad end first: its rate says what a pass is worth
+    end = _end(counts[0], runs)
     best = int(np.argmax(first_bad))
     neighbour = min((best - 1, best), key=lambda place: runs[place])
     sure = float(first_bad[best])
-    if alike > ENDS_ALIKE or runs[short] < CONFIRMED:
-        following, answer = short, Answer("alike", alike)
-        done = alike >= 1 - error and runs[short] >= CONFIRMED
+    if alike > ENDS_ALIKE or min(runs[0], runs[-1]) < CONFIRMED:
+        following, answer = end, Answer("alike", alike)
+        done = alike >= 1 - error and min(runs[0], runs[-1]) >= CONFIRMED
     else:
         following = neighbour if sure >= 1 - error else _most_telling(joint, same)
-        answer = Answer("found", sure, kept[best - 1], kept[best])
         done = sure >= 1 - error and runs[neighbour] >= CONFIRMED
-    if done:
-        return answer
-    if sum(map(len, seen)) >= most:
-        return Answer("unsure", sure, kept[best - 1], kept[best])
-    return kept[following]
+        answer = Answer("found" if done else "unsure", sure, kept[best - 1], kept[best])
+    return answer if done or sum(map(len, seen)) >= most else kept[following]
 
 
 def stepped_over(results: Sequence[bool | None]) -> bool:
@@ -116,6 +110,14 @@ def tally(seen: Sequence[Sequence[bool | None]]) -> Belief:
     for place, level in enumerate(kept):
         first_bad[level] = belief.first_bad[place]
     return Belief(tuple(first_bad), belief.alike, belief.bad_rate, belief.good_rate)
+
+
+def _end(bad: Sequence[int], runs: Sequence[int]) -> int:
+    """Place of the end to run next: both in turn, but the bad one alone until one of them shows the symptom at all,
+    for how often it does says what a pass of the other is worth."""
+    if runs[0] < CONFIRMED <= runs[-1]:
+        return 0
+    return -1 if not (bad[0] or bad[-1]) or runs[-1] <= runs[0] else 0
 
 
 def _most_telling(joint: np.ndarray, alike: np.ndarray) -> int:
@@ -151,7 +153,8 @@ def _posterior(bad: Sequence[int], good: Sequence[int], width: Sequence[int]) ->
     with np.errstate(divide="ignore"):
         log += np.log((1 - SAME) * prior / prior.sum())[:, None]
     rates = _rates()
-    same = failed.sum() * np.log(rates) + passed.sum() * np.log1p(-rates) + math.log(SAME / len(rates))
+    share = np.where(rates == NEVER, 0.5, 0.5 / (len(rates) - 1))
+    same = failed.sum() * np.log(rates) + passed.sum() * np.log1p(-rates) + np.log(SAME * share)
     top = max(log.max(), same.max())
     joint, alike = np.exp(log - top), np.exp(same - top)
     total = joint.sum() + alike.sum()
