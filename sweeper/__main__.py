@@ -96,6 +96,8 @@ def _hydras(word: str) -> str:
         return "verbose=true"
     if re.match(r"cache_from=", word):  # a level of the group wheel, of its own
         return f"wheel@{word}"
+    if word.startswith("until="):  # its grammar knows no < outside of quotes
+        return f"until='{word[6:].strip(chr(39))}'"
     # The names below fanout and args are the user's own, as are a command's variables, and a wheel's file gives only
     # the pins that it means; Hydra sets a key that no file has only where told that it is new.
     return f"++{word}" if re.match(r"(fanout|args)[.=]|(wheel|workload\.env)\.", word) else word

@@ -49,14 +49,12 @@ more:        --cfg job  composed settings    --info  where they come from    --h
 
 def text() -> str:
     """The whole help text."""
-    defaults = {
-        name: level for entry in _config()["defaults"] if isinstance(entry, dict) for name, level in entry.items()
-    }
+    usual = defaults()
     parts = [EXAMPLES, "factors and their levels (* is the default):"]
     for group, what in GROUPS.items():
         parts.append(f"  {group}: {what}")
         for level in levels(group):
-            mark = "*" if defaults.get(group) == level else " "
+            mark = "*" if usual.get(group) == level else " "
             parts.append(f"   {mark}{level:<11} {about(group, level)}")
     parts.append("\nsettings:")
     for name, (value, comment) in top_level().items():
@@ -93,6 +91,12 @@ def _comments(kind: type) -> dict[str, str]:
 def levels(group: str) -> list[str]:
     """The levels of a config group: its files."""
     return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+
+
+def defaults() -> dict[str, str]:
+    """The level of each factor that a command line need not name."""
+    named = {name: level for entry in _config()["defaults"] if isinstance(entry, dict) for name, level in entry.items()}
+    return named | {"split": top_level()["split"][0]}
 
 
 def about(group: str, level: str) -> str:

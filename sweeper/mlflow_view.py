@@ -165,8 +165,8 @@ class View:
         for key, value in {"sweeper.cells": str(cells), **_owner()}.items():
             self._client.set_tag(parent, key, value)
 
-    def close_sweep(self, sweep: str, table: list[dict[str, Any]], text: str) -> None:
-        """Show a sweep as over, with its table."""
+    def close_sweep(self, sweep: str, table: list[dict[str, Any]], text: str, conclusion: str) -> None:
+        """Show a sweep as over, with its table and its conclusion, if there is one."""
         parent = self._parent(sweep)
         counts: dict[str, int] = {}
         for row in table:
@@ -174,6 +174,8 @@ class View:
                 counts[verdict] = counts.get(verdict, 0) + count
         self._client.set_tag(parent, "verdicts", ", ".join(f"{n} {v}" for v, n in sorted(counts.items())))
         self._client.log_text(parent, text, "table.txt")
+        if conclusion:
+            self._client.log_text(parent, conclusion, "conclusion.txt")
         self._client.log_text(parent, json.dumps(table, indent=1, default=str), "table.json")
         self._client.set_terminated(parent, "FINISHED")
 

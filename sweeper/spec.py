@@ -32,6 +32,8 @@ PREPARED = "meta.json"
 CACHE_FROM = "wheel@cache_from"  # Hydra's name of the choice cache_from=, a wheel level
 FACTORS = ("wheel", "cache", "compile", "split", "isolation")
 ORDERS = ("random", "given")
+COPY = "aa"  # in a cell: it is the second copy of the first one, run to see the noise
+LEAST_BLOCKS = 5  # from which on an interval's width may end a sweep
 # Settings without influence on compiled code: numbers that a compiled graph takes as inputs, and what happens
 # outside of it.
 NO_GRAPH = (
@@ -49,6 +51,8 @@ class Options:
 
     store: str = "./runs"
     repeat: int = 1
+    until: str = "none"
+    aa: bool = False
     order: str = "random"
     dry: bool = False
     rerun: str = "none"
@@ -64,10 +68,21 @@ class Options:
     def folder(self) -> Path:
         return Path(self.store).expanduser().absolute()
 
+    @property
+    def width(self) -> float | None:
+        """The width (high / low - 1) of every effect's interval that ends the sweep; None without `until`."""
+        asked = re.fullmatch(r"(?:ci<)?(\d+(?:\.\d+)?)%", self.until)
+        return float(asked[1]) / 100 if asked else None
+
     def check(self) -> None:
         """Raise SettingError on values that cannot work."""
         if not 1 <= self.repeat <= 10_000:
             raise SettingError("repeat", self.repeat, "must be from 1 to 10000")
+        if self.until != "none" and not self.width:
+            raise SettingError("until", self.until, "must be none, or a width such as ci<5%")
+        if self.width and self.repeat < LEAST_BLOCKS:
+            least = f"needs repeat={LEAST_BLOCKS} or more, the most blocks that may be run"
+            raise SettingError("until", self.until, least)
         if self.order not in ORDERS:
             raise SettingError("order", self.order, f"must be one of {', '.join(ORDERS)}")
         if self.grace < 0:
@@ -103,7 +118,8 @@ class Run:
         """Identity of the cell (hex): all that a run computes from, less the number of the repeat."""
         state, donor = self.cell["cache"], self.donor()
         start = f"{state} {donor.snapshot_key()}" if donor and state != caches.WARM else state
-        return _hash({**self.facts, "cache": start, "role": self.role})
+        copy = {COPY: True} if COPY in self.cell else {}
+        return _hash({**self.facts, "cache": start, "role": self.role, **copy})
 
     @property
     def identity(self) -> str:
@@ -167,6 +183,13 @@ class Run:
             settings["eval"] |= {"prompts": [], "every": 0}
         cell = {name: level for name, level in self.cell.items() if name != "cache_from"} | {"cache": caches.COLD}
         return replace(self, cell=cell, spec=spec, facts=facts, repeat=1, role="prime", skip="", cache_wheel=None)
+
+    def again(self) -> Run:
+        """The same cell under another name: what two measurements of one thing differ by."""
+        return replace(self, cell=self.cell | {COPY: "again"})
+
+    def repeated(self, repeat: int) -> Run:
+        return replace(self, repeat=repeat)
 
 
 def read(configs: Sequence[DictConfig], failures: Mapping[str, str] | None = None) -> tuple[Options, list[Run]]:

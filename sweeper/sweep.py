@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import random
 import re
@@ -20,7 +21,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from dflash.settings import SettingError
-from sweeper import run, spec, store, wheels
+from sweeper import help, run, spec, store, wheels
 from sweeper.caches import snapshots
 from sweeper.store import Attempt
 
@@ -73,18 +74,18 @@ def sweep(configs: Sequence[DictConfig]) -> Result:
     if options.dry:
         print(describe(plan))
         return Result(OK, [[] for _ in cells])
-    _prepare(options.folder)
+    prepare(options.folder)
     with Interrupts() as interrupts:
         if plan.unbuilt:
             options, cells = spec.read(configs, build_wheels(plan, options, interrupts))
             plan = make_plan(cells, options, past)
-        found = _carry_out(plan, options, interrupts)
+        found, whole = _carry_out(plan, options, interrupts)
     verdicts = [
         [found[i] for n in range(options.repeat) if (i := cell.repeated(n + 1).identity) in found] for cell in cells
     ]
     if interrupts.count:
         status = INTERRUPTED
-    elif any(item.run.identity not in found for item in plan.items):
+    elif not whole:
         status = FAULT
     elif options.strict and any(verdict != "ok" for verdict in found.values()):
         status = NOT_OK
@@ -100,6 +101,8 @@ def make_plan(cells: Sequence[spec.Run], options: spec.Options, past: dict[str, 
     hits all cells alike; the shuffle is seeded by the sweep, so that it is the same when started again.
     """
     unique = list({cell.cell_id: cell for cell in cells}.values())
+    if options.aa:
+        unique.append(unique[0].again())
     sweep_id = hashlib.sha256("\n".join(sorted(cell.cell_id for cell in unique)).encode()).hexdigest()[:12]
     items = []
     for repeat in range(1, options.repeat + 1):
@@ -202,16 +205,33 @@ def build_wheels(plan: Plan, options: spec.Options, interrupts: Interrupts) -> d
     return failures
 
 
-def _carry_out(plan: Plan, options: spec.Options, interrupts: Interrupts) -> dict[str, str]:
-    """Run what is not done; returns the verdict per identity."""
+def _carry_out(plan: Plan, options: spec.Options, interrupts: Interrupts) -> tuple[dict[str, str], bool]:
+    """Run what is not done; returns the verdict per identity, and whether every run that was wanted has one."""
     with opened(plan, options, interrupts) as session:
-        place = 0
-        for item in plan.items:
-            if interrupts.look():
+        place, why = 0, ""
+        wanted: list[spec.Run] = []
+        for _, block in itertools.groupby(plan.items, lambda item: item.run.repeat):
+            for item in block:
+                wanted.append(item.run)
+                if not interrupts.look():
+                    place += item.done is None
+                    do(item, session, place)
+            sure, why = _enough(wanted, session)
+            if sure:
                 break
-            place += item.done is None
-            do(item, session, place)
-        return conclude([item.run for item in plan.items], session)
+        found = conclude(wanted, session, why)
+        return found, all(one.identity in found for one in wanted)
+
+
+def _enough(runs: Sequence[spec.Run], session: run.Session) -> tuple[bool, str]:
+    """Whether `until` asks for no further block after these runs, and why."""
+    width = session.options.width
+    if width is None or session.interrupted():
+        return False, ""
+    from sweeper.analysis import records, stopping
+
+    found = records.read(last.folder for one in runs if (last := newest(session.folder, one)))
+    return stopping.enough(found, width, help.defaults())
 
 
 @contextmanager
@@ -250,19 +270,30 @@ def do(item: Planned, session: run.Session, place: int) -> None:
         session.display.note(f"{item.run.label}: not run, the store cannot be written ({error})")
 
 
-def conclude(runs: Iterable[spec.Run], session: run.Session) -> dict[str, str]:
-    """Print and keep the table of these runs; returns the verdict per identity."""
+def conclude(runs: Iterable[spec.Run], session: run.Session, why: str = "") -> dict[str, str]:
+    """Print and keep the table of these runs and what it says; returns the verdict per identity.
+
+    `why` tells why no more blocks were run.
+    """
+    from sweeper.analysis.conclude import conclude as analysed
+    from sweeper.analysis.conclude import sentences
+    from sweeper.analysis.records import read
     from sweeper.report import table
 
     # What a repeat or a rerun left on disk is what counts, whoever made it.
     latest = [(one.identity, last) for one in runs if (last := newest(session.folder, one))]
     rows = table.rows([last.folder for _, last in latest])
-    session.tracking.close_sweep(session.sweep, rows)
+    analysis = analysed(read(last.folder for _, last in latest), help.defaults(), sys.argv[1:])
+    said = sentences(analysis, why)
+    session.tracking.close_sweep(session.sweep, rows, said)
     session.display.close()
     print(table.render(rows, shutil.get_terminal_size().columns if sys.stdout.isatty() else None))
+    print(said, end="")
     folder = session.folder / "sweeps" / session.sweep
+    kept = {"table.txt": table.render(rows, 160) + "\n", "conclusion.txt": said, "conclusion.json": analysis}
     try:
-        store.write(folder / "table.txt", table.render(rows, 160) + "\n")
+        for name, content in kept.items():
+            store.write(folder / name, content)
     except OSError as error:
         session.display.note(f"the table could not be kept in {folder} ({error})")
     return {identity: last.verdict["verdict"] for identity, last in latest if last.verdict}
@@ -359,7 +390,8 @@ def _check_rerun(rerun: str, past: dict[str, list[Attempt]]) -> None:
         )
 
 
-def _prepare(folder: Path) -> None:
+def prepare(folder: Path) -> None:
+    """Make the folders of a store. Raises SettingError when they cannot be written."""
     try:
         for name in ("runs", "sweeps", "locks", "snapshots"):
             (folder / name).mkdir(parents=True, exist_ok=True)

@@ -45,7 +45,7 @@ class Nothing:
     def finish(self, run_dir: Path) -> None:
         pass
 
-    def close_sweep(self, sweep_id: str, table: list[dict[str, Any]]) -> None:
+    def close_sweep(self, sweep_id: str, table: list[dict[str, Any]], conclusion: str = "") -> None:
         pass
 
     def close(self) -> None:
@@ -99,11 +99,12 @@ class Tracker:
         """Show a run whose verdict.json is written, or was written anew."""
         self._put(run_dir, lambda view: view.bring(run_dir))
 
-    def close_sweep(self, sweep_id: str, table: list[dict[str, Any]]) -> None:
-        """Show the sweep as over, with its table (rows of report.table); notes how to compare its runs."""
+    def close_sweep(self, sweep_id: str, table: list[dict[str, Any]], conclusion: str = "") -> None:
+        """Show the sweep as over, with its table (rows of report.table) and what was concluded from it, if anything;
+        notes how to compare its runs."""
 
         def close(view: View) -> None:
-            view.close_sweep(sweep_id, table, cells.render(table))
+            view.close_sweep(sweep_id, table, cells.render(table), conclusion)
             link = view.compare_link(self._store / "runs" / name for row in table for name in row.get("runs", []))
             if link:
                 self.notes.append(how_to_compare(view.uri, link))

@@ -1,0 +1,202 @@
+"""Effects on speed as ratios with intervals, from runs of one block that differ in nothing else.
+
+A block is one repeat of every cell in random order, so what drifts between blocks (heat, neighbours, the clock) is
+the same for both runs of a pair and falls out of their ratio; what drifts within a block is noise to all cells alike
+(Box, Hunter and Hunter, Statistics for Experimenters, 2nd ed., chapters 3 and 4).
+
+The difference of two log speeds has a distribution symmetric about the effect where both noises are alike, and
+Student's t needs no more than two blocks; a sign-flip test has no 95 % interval below six. Where other factors vary
+too, the pairs of each of their combinations (a context) may have an effect of their own: the main effect is the
+mean over contexts, and only the spread within contexts is noise. Contexts may be unequally noisy, hence the degrees
+of freedom of Welch (1947) and Satterthwaite (1946). `benchmarks/attribution.py` prints the coverage.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from scipy.special import stdtrit
+
+from sweeper.analysis.records import Record
+
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean of log ratios with its interval; low and high are None where nothing tells of the noise.
+
+    spread_over: `blocks`, repeats of the same pair; or `contexts`, where no pair was repeated: then a true
+    difference between contexts widens the interval too.
+    """
+
+    mean: float
+    low: float | None
+    high: float | None
+    n: int
+    spread_over: str
+
+
+@dataclass(frozen=True)
+class Effect:
+    """How many times as fast runs are under `level` as under `reference`, all else equal.
+
+    ratio, low, high: of speeds; pairs: of runs; apart: how many of them did not run in one block of one sweep, so
+    that a drift of the machine does not fall out. levels and references of an interaction are those of two factors:
+    its ratio is the first factor's ratio under the second's level over that under the second's reference.
+    """
+
+    factors: tuple[str, ...]
+    levels: tuple[str, ...]
+    references: tuple[str, ...]
+    ratio: float
+    low: float | None
+    high: float | None
+    pairs: int
+    spread_over: str
+    apart: int = 0
+
+    @property
+    def clear(self) -> bool:
+        """Whether the interval leaves out 1."""
+        return self.low is not None and self.high is not None and not self.low <= 1 <= self.high
+
+    @property
+    def width(self) -> float:
+        """Width of the interval, high / low - 1; infinite without one."""
+        return math.inf if self.low is None or self.high is None else self.high / self.low - 1
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def estimate(contexts: Sequence[Sequence[float]], confidence: float = CONFIDENCE) -> Estimate:
+    """The mean over contexts of their mean differences. Raises ValueError without any difference.
+
+    Exact for normal noise where there is one context; with several, Welch's approximation.
+    """
+    groups = [np.asarray(group, float) for group in contexts if len(group)]
+    if not groups:
+        raise ValueError("no differences")
+    n, means = sum(map(len, groups)), np.array([group.mean() for group in groups])
+    mean = float(means.mean())
+    repeated = [group for group in groups if len(group) > 1]
+    if repeated:
+        spread_over = "blocks"
+        freedom = np.array([len(group) - 1 for group in repeated])
+        variances = np.array([group.var(ddof=1) for group in repeated])
+        pooled = float((variances * freedom).sum() / freedom.sum())
+        parts = variances / (freedom + 1)
+        total = float(parts.sum()) + pooled * (len(groups) - len(repeated))
+        error = math.sqrt(total) / len(groups)
+        within = float((parts**2 / freedom).sum())
+        degrees = min(float(freedom.sum()), total**2 / within) if within > 0 else float(freedom.sum())
+    elif len(groups) > 1:
+        spread_over = "contexts"
+        error, degrees = float(means.std(ddof=1)) / math.sqrt(len(groups)), len(groups) - 1.0
+    else:
+        return Estimate(mean, None, None, n, "blocks")
+    half = float(stdtrit(degrees, (1 + confidence) / 2)) * error
+    return Estimate(mean, mean - half, mean + half, n, spread_over)
+
+
+def main_effects(records: Sequence[Record], references: Mapping[str, str]) -> list[Effect]:
+    """The effect of each level against its factor's reference, where a block has both with all else equal."""
+    found = []
+    for factor, levels in _levels(records).items():
+        at = _by_rest(records, (factor,))
+        for level in levels:
+            if level == references[factor]:
+                continue
+            pairs = {
+                rest: (cells[(level,)], cells[(references[factor],)])
+                for rest, cells in at.items()
+                if (level,) in cells and (references[factor],) in cells
+            }
+            if effect := _effect((factor,), (level,), (references[factor],), pairs, CONFIDENCE):
+                found.append(effect)
+    return found
+
+
+def interactions(records: Sequence[Record], references: Mapping[str, str]) -> list[Effect]:
+    """For each two factors, how much one's ratio changes with the other, where a block has all four cells.
+
+    The intervals hold all together with 95 % (Bonferroni): among many interactions some would seem clear by chance.
+    """
+    levels = _levels(records)
+    asked = [
+        ((one, two), pair, (references[one], references[two]))
+        for one, two in itertools.combinations(levels, 2)
+        for pair in itertools.product(levels[one], levels[two])
+        if pair[0] != references[one] and pair[1] != references[two]
+    ]
+    found = []
+    for factors, (one, two), (first, second) in asked:
+        corners = [(one, two), (first, two), (one, second), (first, second)]
+        squares = {
+            rest: tuple(cells[corner] for corner in corners)
+            for rest, cells in _by_rest(records, factors).items()
+            if all(corner in cells for corner in corners)
+        }
+        confidence = 1 - (1 - CONFIDENCE) / len(asked)
+        if effect := _effect(factors, (one, two), (first, second), squares, confidence):
+            found.append(effect)
+    return found
+
+
+def same_twice(records: Sequence[Record]) -> Effect | None:
+    """The second copy of the first cell against the first: what a difference of nothing looks like here."""
+    first = {(tuple(sorted(r.levels.items())), r.block): r for r in records if not r.copy and r.speed}
+    pairs = {}
+    for second in records:
+        key = (tuple(sorted(second.levels.items())), second.block)
+        if second.copy and second.speed and key in first:
+            pairs[key] = (second, first[key])
+    return _effect(("A/A",), ("again",), ("first",), pairs, CONFIDENCE)
+
+
+def _levels(records: Sequence[Record]) -> dict[str, list[str]]:
+    found: dict[str, set[str]] = {}
+    for record in records:
+        for factor, level in record.levels.items():
+            found.setdefault(factor, set()).add(level)
+    return {factor: sorted(levels) for factor, levels in found.items() if len(levels) > 1}
+
+
+def _by_rest(records: Sequence[Record], factors: tuple[str, ...]) -> dict[Any, dict[tuple[str, ...], Record]]:
+    """Runs that measured speed: {(the other factors' levels, block): {levels of `factors`: run}}."""
+    found: dict[Any, dict[tuple[str, ...], Record]] = {}
+    for record in records:
+        # What a cache did for a run that was neither proved cold nor warm is not known.
+        if record.copy or not record.speed or ("cache" in factors and record.proved == "mixed"):
+            continue
+        rest = tuple(level for factor, level in sorted(record.levels.items()) if factor not in factors)
+        found.setdefault((rest, record.block), {})[tuple(record.levels[factor] for factor in factors)] = record
+    return found
+
+
+def _effect(
+    factors: tuple[str, ...],
+    levels: tuple[str, ...],
+    references: tuple[str, ...],
+    together: Mapping[Any, Sequence[Record]],
+    confidence: float,
+) -> Effect | None:
+    """From runs that belong together, signs alternating from plus: two of a pair, four of an interaction."""
+    contexts: dict[Any, list[float]] = {}
+    apart = 0
+    for (rest, _), runs in together.items():
+        logs = [math.log(run.speed or 1) for run in runs]
+        signs = (1, -1) if len(runs) == 2 else (1, -1, -1, 1)
+        contexts.setdefault(rest, []).append(sum(s * y for s, y in zip(signs, logs, strict=True)))
+        apart += len({(run.sweep, run.attempt > 1) for run in runs}) > 1
+    if not contexts:
+        return None
+    found = estimate(list(contexts.values()), confidence)
+    low, high = (None if end is None else math.exp(end) for end in (found.low, found.high))
+    return Effect(factors, levels, references, math.exp(found.mean), low, high, found.n, found.spread_over, apart)
