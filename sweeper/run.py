@@ -191,7 +191,7 @@ def _run_child(record: _Record, missed: snapshots.Fault | None, index: int) -> d
             on_tick=lambda: session.tracking.tick(folder),
         )
     after = caches.count(record.caches)
-    cache = caches.proof(run.cell["cache"], before, after, outcome.events, start)
+    cache = caches.proof(run.cell["cache"], before, after, outcome.events, start, run.workload.is_trainer)
     return record.close(outcome, cache)
 
 

@@ -116,12 +116,16 @@ def proof(
     after: dict[str, Count],
     events: list[dict[str, Any]],
     start: Start | None = None,
+    reports: bool = True,
 ) -> dict[str, Any]:
     """What the caches held and did: {requested, proved, why, layers, made_by, cause, note}.
 
     proved is `cold` (no file before), `warm` (files before, hits, and neither a miss, a bypass, a guard miss
     nor a new file) or `mixed`; only a run that asked for cold can be proved cold, and one that asked for
     anything else only warm. Hits of a cold run are hits on what it wrote itself. The rest is that of `start`.
+
+    reports: False of a command that need not report lookups; if it does not, files alone are its proof. A miss
+    leaves a new file, so only a compile that bypasses the caches would go unseen.
     """
     start = start or Start()
     asked = _lookups(events)
@@ -153,8 +157,10 @@ def proof(
         proved, why = "warm", "nothing is compiled here, so there is nothing to cache"
     elif not files:
         why = "no file before"
+    elif not asked and (new or reports):
+        why = f"{new} new files" if new else "the run reported no cache lookups"
     elif not asked:
-        why = "the run reported no cache lookups"
+        proved, why = "warm", f"{files} files before, none new; no lookups reported"
     elif total["misses"] or total["bypasses"] or total["guard_misses"]:
         why = told
     elif not total["hits"]:
