@@ -283,7 +283,7 @@ def conclude(runs: Iterable[spec.Run], session: run.Session, why: str = "") -> d
     # What a repeat or a rerun left on disk is what counts, whoever made it.
     latest = [(one.identity, last) for one in runs if (last := newest(session.folder, one))]
     rows = table.rows([last.folder for _, last in latest])
-    analysis = analysed(read(last.folder for _, last in latest), help.defaults(), sys.argv[1:])
+    analysis = analysed(read(last.folder for _, last in latest), help.defaults(), _command())
     said = sentences(analysis, why)
     session.tracking.close_sweep(session.sweep, rows, said)
     session.display.close()
@@ -351,8 +351,7 @@ def _plan_record(plan: Plan, options: spec.Options) -> dict[str, Any]:
         "sweep": plan.id,
         "title": _title(plan),
         "written": time.time(),
-        # An address of a tracking server may hold a password.
-        "command": [word for word in sys.argv[1:] if not word.lstrip("+").startswith("tracking.")],
+        "command": _command(),
         "repeat": options.repeat,
         "order": options.order,
         "runs": [
@@ -366,6 +365,11 @@ def _plan_record(plan: Plan, options: spec.Options) -> dict[str, Any]:
             for item in plan.items
         ],
     }
+
+
+def _command() -> list[str]:
+    """The words of the command line that may be kept: an address of a tracking server may hold a password."""
+    return [word for word in sys.argv[1:] if not word.lstrip("+").startswith("tracking.")]
 
 
 def _check_rerun(rerun: str, past: dict[str, list[Attempt]]) -> None:

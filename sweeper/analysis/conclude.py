@@ -260,7 +260,7 @@ def _told_effects(found: Mapping[str, Any]) -> list[str]:
     noise, lines = found["noise"], []
     floor = ""
     if noise:
-        lines.append(f"The first cell run twice: {_ratio(noise)}. That is no difference at all.")
+        lines.append(f"The first cell run twice: {_ratio(noise)}: what no difference looks like here.")
         floor = f"; A/A {_interval(noise)}" if noise["low"] is not None else ""
     told = sorted(found["effects"], key=lambda effect: not effect["clear"])
     shown = [effect for i, effect in enumerate(told) if i < MOST_UNCLEAR or (effect["clear"] and i < MOST_EFFECTS)]
