@@ -14,19 +14,18 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from sweeper.measure import finite, steps, totals
-from sweeper.signatures import classify, fingerprint, rule, stack_fingerprint
-from sweeper.signatures.prints import last_traceback, threads
+from sweeper.signatures import Match, classify, fingerprint, root_of, rule, stack_fingerprint, version
+from sweeper.signatures.prints import TRACEBACK, last_traceback, plain
+from sweeper.signatures.stacks import deadlock, endless_compile
 
 VERDICTS = ("ok", "degraded", "failed", "hung", "killed", "skipped")
 CRASHES = frozenset({signals.SIGSEGV, signals.SIGBUS, signals.SIGILL, signals.SIGFPE})
+DENSE = "attention.dense_fallback"
 BAD_INPUT = 2  # exit status of a job that refuses a setting
 REQUEUE = 75  # exit status of a job that was asked to end, saved a checkpoint and wants to be started again
 ASKED_TO_END = ("requeue", "interrupted")  # last words of a job that was
 
 _SETTING = re.compile(r"^(?:\S+: )?[A-Za-z_][\w.\[\]]*=.*: \S.*$")
-_DUMP = re.compile(r"^== .*$", re.MULTILINE)
-_COMPILER = re.compile(r"torch[/\\](?:_dynamo|_inductor|_functorch|fx)[/\\]")
-_AUTOGRAD = re.compile(r"torch[/\\]autograd[/\\](?:graph|__init__)\.py$")
 
 
 @dataclass(frozen=True)
@@ -58,6 +57,7 @@ class Signature:
     fingerprint: str
     evidence: str
     remedy: str
+    version: str = ""  # of the rules and of fingerprints
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,13 @@ def judge(evidence: Evidence) -> Verdict:
 
 def named(cause: str, evidence: str, printed: str = "") -> Signature:
     """A signature of a known cause; its fingerprint is that of `printed`, else of the evidence line."""
-    return Signature(cause, fingerprint(printed or evidence), evidence, rule(cause).remedy)
+    return Signature(cause, fingerprint(printed or evidence), evidence, rule(cause).remedy, version())
+
+
+def _signature(match: Match, printed: str = "") -> Signature:
+    return Signature(
+        match.cause, fingerprint(printed) if printed else match.fingerprint, match.evidence, match.remedy, version()
+    )
 
 
 def _judge(run: Evidence) -> Verdict:
@@ -190,10 +196,9 @@ def _signalled(run: Evidence, signal: int, failure: Signature | None) -> Verdict
         return Verdict("killed" if signal == signals.SIGKILL else "failed", failure, reason)
     if signal == signals.SIGINT:
         return Verdict("killed", named("sweep.interrupted", f"ended by {name}"), reason)
-    match = classify(f"{run.log_tail}\n{run.reason}")
-    told = match and match.cause.split(".")[0] in ("memory", "scheduler", "hardware")
-    if match and told:
-        signature = Signature(match.cause, fingerprint(match.evidence), match.evidence, match.remedy)
+    echo = "process.sigkill" if signal == signals.SIGKILL else "process.segfault" if signal in CRASHES else ""
+    if root := root_of(echo, f"{run.log_tail}\n{run.reason}"):
+        signature = _signature(root)
     elif signal == signals.SIGKILL:
         signature = named("process.sigkill", f"ended by {name}")
     elif signal in CRASHES:
@@ -206,27 +211,13 @@ def _signalled(run: Evidence, signal: int, failure: Signature | None) -> Verdict
 
 
 def _hang(run: Evidence) -> Signature:
-    found = deadlock(run.stacks)
-    cause = "compile.deadlock" if found else "process.hung"
-    evidence = found or f"no progress in stage {run.hung_stage}"
-    return dataclasses.replace(named(cause, evidence), fingerprint=stack_fingerprint(run.stacks))
-
-
-def deadlock(stacks: str) -> str | None:
-    """The two threads of a compile deadlock, or None.
-
-    One thread stands in autograd's engine in the middle of a compile (it traces a joint graph) while another
-    has compiler frames of its own: the engine's thread is the one that compiles a lazy backward. A thread
-    that waits for autograd outside any compile is an ordinary training step and proves nothing.
-    """
-    for dump in _DUMP.split(stacks):  # the same thread has another name in another tool's dump
-        compiling = [t for t in threads(dump) if any(_COMPILER.search(path) for path, _ in t[1])]
-        for waiter, frames in compiling:
-            if _AUTOGRAD.search(frames[0][0]):
-                for other, _ in compiling:
-                    if other != waiter:
-                        return f"{waiter} waits for autograd inside a compile while {other} compiles"
-    return None
+    if found := deadlock(run.stacks):
+        signature = named("compile.deadlock", found)
+    elif found := endless_compile(run.stacks):
+        signature = named("compile.no_end", found)
+    else:
+        signature = named("process.hung", f"no progress in stage {run.hung_stage}")
+    return dataclasses.replace(signature, fingerprint=stack_fingerprint(run.stacks))
 
 
 def _failure(run: Evidence) -> Signature | None:
@@ -240,28 +231,27 @@ def _failure(run: Evidence) -> Signature | None:
     traceback = str(first.get("traceback") or "")
     # The traceback first: of a chain of exceptions the earliest is the root, and `said` is the last.
     match = classify(f"{traceback}\n{said}")
-    printed = traceback if "Traceback (most recent call last)" in traceback else said.split("\n")[0]
+    printed = traceback if TRACEBACK in traceback else said.split("\n")[0]
     if match is None or not match.failed:
         return named("unknown", said.split("\n")[0][:300], printed)
     before = [e for e in run.events if (finite(e.get("t")) or 0.0) <= (finite(first.get("t")) or 0.0)]
-    dense = rule("attention.dense_fallback")
-    warned = any(p.search(run.log_tail) for p in dense.warnings)
-    if match.cause in dense.explains and (warned or _uncompiled(before)):
-        return named(dense.cause, match.evidence, printed)
-    return Signature(match.cause, fingerprint(printed), match.evidence, match.remedy)
+    if match.cause in rule(DENSE).explains and _uncompiled(before):
+        return named(DENSE, match.evidence, printed)
+    if root := root_of(match.cause, run.log_tail):
+        return named(root.cause, match.evidence if root.cause == DENSE else root.evidence, printed)
+    return _signature(match, printed)
 
 
 def _from_log(run: Evidence, otherwise: str, code: int | None = None) -> Signature:
     """A signature from the end of the log; `otherwise` is the evidence if the log is silent."""
-    lines = [line.strip() for line in run.log_tail.splitlines() if line.strip()]
+    log = plain(run.log_tail)
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
     if code == BAD_INPUT and lines and _SETTING.match(lines[-1]):
         return named("workload.bad_setting", lines[-1][:300])
-    traceback = last_traceback(run.log_tail)
     match = classify(run.log_tail)
     if match and match.failed:
-        return Signature(match.cause, fingerprint(traceback or match.evidence), match.evidence, match.remedy)
-    last = lines[-1][:300] if lines else otherwise
-    return named("unknown", last, traceback)
+        return _signature(match)
+    return named("unknown", lines[-1][:300] if lines else otherwise, last_traceback(log))
 
 
 def _uncompiled(events: list[dict[str, Any]]) -> float:

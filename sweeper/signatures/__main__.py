@@ -2,6 +2,7 @@
 
 python -m sweeper.signatures explain child.log     (or - for standard input; --json for one object)
 python -m sweeper.signatures causes
+python -m sweeper.signatures document              (docs/SIGNATURES.md, on standard output)
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ import argparse
 import json
 import sys
 
-from sweeper.signatures import classify, fingerprint, rule, rules
-from sweeper.signatures.prints import VERSION, last_traceback
+from sweeper.signatures import classify, fingerprint, rule, rules, version
+from sweeper.signatures.document import document
+from sweeper.signatures.prints import last_traceback, plain
+from sweeper.signatures.text import joined, read
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -21,13 +24,17 @@ def main(arguments: list[str] | None = None) -> int:
     explain.add_argument("file", help="a log or a traceback; - reads standard input")
     explain.add_argument("--json", action="store_true", help="one JSON object instead of lines")
     commands.add_parser("causes", help="every cause and what it means")
+    commands.add_parser("document", help="the page of all causes, docs/SIGNATURES.md")
     chosen = parser.parse_args(arguments)
     if chosen.command == "causes":
         for cause, known in sorted(rules().items()):
             print(f"{cause:28} {known.about}")
         return 0
+    if chosen.command == "document":
+        print(document(), end="")
+        return 0
     try:
-        text = sys.stdin.read() if chosen.file == "-" else _read(chosen.file)
+        text = joined(sys.stdin.buffer.read()) if chosen.file == "-" else read(chosen.file)
     except OSError as error:
         print(f"file={chosen.file}: must be a readable text file ({error.strerror})", file=sys.stderr)
         return 2
@@ -41,24 +48,20 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def explained(text: str) -> dict[str, str]:
-    """What is known of a text; the cause is `unknown` if no rule fits."""
+    """What is known of a text; the cause is `unknown` if no rule fits, and the evidence is then its last line."""
     match = classify(text)
     known = rule(match.cause if match else "unknown")
-    last = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
+    said = "" if match else plain(text)
+    last = next((line.strip()[:300] for line in reversed(said.splitlines()) if line.strip()), "")
     return {
         "cause": known.cause,
         "about": known.about,
         "evidence": match.evidence if match else last,
         "remedy": known.remedy,
-        "fingerprint": fingerprint(last_traceback(text) or (match.evidence if match else last)),
-        "fingerprint_version": VERSION,
+        "fingerprint": match.fingerprint if match else fingerprint(last_traceback(said) or last),
+        "version": version(),
         "source": known.source,
     }
-
-
-def _read(path: str) -> str:
-    with open(path, encoding="utf-8", errors="replace") as file:
-        return file.read()
 
 
 if __name__ == "__main__":

@@ -11,27 +11,38 @@ from __future__ import annotations
 import hashlib
 import re
 
-VERSION = "1"
+from sweeper.signatures.text import FRAME, TRACEBACK, lines
 
-_ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-_FRAME = re.compile(r'^\s*File "(?P<path>[^"\n]+)", line \d+(?:,)? in (?P<name>.+?)\s*$')
+VERSION = "2"
+LONGEST_MESSAGE = 30  # lines of an exception's message
+
 _SPY_FRAME = re.compile(r"^\s+(?P<name>[\w.<>$:~]+) \((?P<path>[^()\s][^()]*?\.pyx?):\d+\)\s*$")
 _THREAD = re.compile(r"^(?:Current thread|Thread) (?:0x)?[0-9a-fA-F]+\b")
 _SLASH = re.compile(r"[/\\]")
-_TRACEBACK = "Traceback (most recent call last)"
 _INSTALLED = re.compile(r"[/\\](?:site-packages|dist-packages)[/\\]|[/\\]lib[/\\]python3|^<(?:frozen|string)")
 _ERROR_LINE = re.compile(r"^[A-Za-z_][\w.]*(?::|$)")
+
+# Of a host's name before a port only what no setting or device looks like: gpu-3:29500, a.b.c:80, [x]:1, n<42830>.
+_HOST = re.compile(
+    r"\b(?!\w+\.(?:py|c|cc|cpp|cu|cuh|h):)(?=\w*[\d.-])[A-Za-z][\w.-]*\w:\d+\b|\[[\w.:-]+\]:\d+\b|\b[\w.-]+<\d+>"
+)
 
 # Order matters: what holds other kinds inside it goes first.
 _VARYING: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"\b[a-z][a-z0-9+.-]*://[^\s'\"<>]+", re.IGNORECASE), "<url>"),
     (re.compile(r"\b[\w.+-]+@[\w-]+(?:\.[\w-]+)*"), "<address>"),
-    (re.compile(r"(?:[A-Za-z]:)?(?:[\\/][\w.@%+~-]+){2,}[\\/]?|(?<![\w/])~?/[\w.@%+~-]+/?"), "<path>"),
+    (re.compile(r"""(['"`])(?:[A-Za-z]:|[~.]{0,2})[\\/][^'"`\n]*\1"""), "<path>"),
+    (re.compile(r"(?:[A-Za-z]:)?[\w.@%+~-]*(?:[\\/][\w.@%+~-]+){2,}[\\/]?|(?<![\w/])~?/[\w.@%+~-]+/?"), "<path>"),
+    (re.compile(r"\b[\w.-]+/[\w-]+\.[a-z]\w*\b"), "<path>"),
+    (re.compile(r"\b(user(?:name)?|host(?:name)?|node)(\s?[=:]\s?)['\"]?[\w.-]+['\"]?", re.IGNORECASE), r"\1\2<name>"),
+    (re.compile(r"\b(on (?:host|node)|hostname|host name) ['\"]?[\w.-]+['\"]?", re.IGNORECASE), r"\1 <name>"),
+    (_HOST, "<host>"),
     (re.compile(r"\b[0-9a-f]{8}-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}\b", re.IGNORECASE), "<id>"),
     (re.compile(r"\b\d{4}-\d\d-\d\d(?:[T ]\d\d:\d\d(?::\d\d)?(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?)?"), "<time>"),
     (re.compile(r"\b0x[0-9a-f]+", re.IGNORECASE), "<n>"),
     (re.compile(r"\b(?=[0-9a-f]*\d)[0-9a-f]{8,}\b", re.IGNORECASE), "<id>"),
-    (re.compile(r"\b\d+(?:\.\d+)?\s?(?:[kKMGT]i?B|bytes)\b"), "<size>"),
+    (re.compile(r"\b\d+(?:\.\d+)?\s?(?:[kKMGT]i?B|bytes|[kKMGT]\b)"), "<size>"),
+    (re.compile(r"\b\d+(?:\.\d+)?\s?(?:ns|us|ms|s|sec|seconds|milliseconds|minutes|min|h|hours)\b"), "<span>"),
     (re.compile(r"-?\d+(?:[.,:]\d+)*(?:[eE][+-]?\d+)?"), "<n>"),
     (re.compile(r"\s+"), " "),
 )
@@ -39,11 +50,11 @@ _VARYING: tuple[tuple[re.Pattern[str], str], ...] = (
 
 def fingerprint(text: str) -> str:
     """Twelve hex digits of a traceback, or of the last line of a text without one. Empty text has one too."""
-    text = _ANSI.sub("", text)
-    start = text.find(_TRACEBACK)
+    text = plain(text)
+    start = text.find(TRACEBACK)
     if start < 0:
-        lines = [line for line in text.splitlines() if line.strip()]
-        return _hash([normalise(lines[-1])] if lines else [])
+        told = [line for line in text.splitlines() if line.strip()]
+        return _hash([normalise(told[-1])] if told else [])
     frames, message = _first_traceback(text[start:])
     own = [f for f in frames if not _INSTALLED.search(f[0])] or frames
     return _hash([_frame(path, name) for path, name in _unrepeated(own)] + [normalise(message)])
@@ -65,8 +76,8 @@ def stack_fingerprint(stacks: str) -> str:
 def threads(stacks: str) -> list[tuple[str, list[tuple[str, str]]]]:
     """Split a dump into threads: (header line, [(path, function), ...] innermost first)."""
     found: list[tuple[str, list[tuple[str, str]]]] = []
-    for line in _ANSI.sub("", stacks).splitlines():
-        frame = _FRAME.match(line) or _SPY_FRAME.match(line)
+    for line in stacks.splitlines():
+        frame = FRAME.match(line) or _SPY_FRAME.match(line)
         if _THREAD.match(line.strip()):
             found.append((line.strip(), []))
         elif frame and found:
@@ -81,19 +92,9 @@ def normalise(message: str) -> str:
     return message.strip()
 
 
-def without_source(text: str) -> str:
-    """A text without the source lines that tracebacks quote below a frame."""
-    kept: list[str] = []
-    quoting = False
-    for line in _ANSI.sub("", text).split("\n"):
-        if _FRAME.match(line):
-            quoting = True
-        elif quoting and line.startswith("    "):
-            continue
-        else:
-            quoting = False
-        kept.append(line)
-    return "\n".join(kept)
+def plain(text: str) -> str:
+    """A text without colours, prefixes of ranks and loggers, and the source lines that tracebacks quote."""
+    return "\n".join(line.text for line in lines(text))
 
 
 def last_traceback(text: str) -> str:
@@ -101,11 +102,11 @@ def last_traceback(text: str) -> str:
 
     Chained tracebacks are kept together: the first of a chain is the root.
     """
-    start = text.rfind(_TRACEBACK)
+    start = text.rfind(TRACEBACK)
     if start < 0:
         return ""
     while True:
-        earlier = text.rfind(_TRACEBACK, 0, start)
+        earlier = text.rfind(TRACEBACK, 0, start)
         between = text[earlier:start] if earlier >= 0 else ""
         if "direct cause of the following exception" in between or "another exception occurred" in between:
             start = earlier
@@ -113,11 +114,18 @@ def last_traceback(text: str) -> str:
             return text[start:]
 
 
+def ends_in_message(traceback: str) -> bool:
+    """Whether the last line of a text is part of the message that its last traceback ends in."""
+    told = traceback[traceback.rfind(TRACEBACK) :].splitlines()[1:]
+    frames = [number for number, line in enumerate(told) if FRAME.match(line)]
+    return bool(frames) and 0 < len(told) - 1 - frames[-1] <= LONGEST_MESSAGE
+
+
 def _first_traceback(text: str) -> tuple[list[tuple[str, str]], str]:
     """Frames and exception line of the traceback that `text` starts with."""
     frames: list[tuple[str, str]] = []
-    for line in without_source(text).splitlines()[1:]:
-        frame = _FRAME.match(line)
+    for line in text.splitlines()[1:]:
+        frame = FRAME.match(line)
         if frame:
             frames.append((frame["path"], frame["name"]))
         elif _ERROR_LINE.match(line):

@@ -43,10 +43,10 @@ def started(store: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-def sweeper(store: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def sweeper(store: Path, *arguments: str, seconds: float = 120) -> subprocess.CompletedProcess[str]:
     """Run the command to its end."""
     with started(store, *arguments) as process:
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=seconds)
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 

@@ -1,0 +1,67 @@
+"""Causes made to happen, under the harness, each in a run of its own that must end in its signature."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from fakes import broken
+from fakes.command import runs, sweeper
+
+from sweeper.signatures import rules
+
+BROKEN = Path(broken.__file__)
+WAYS = [cause for cause in rules() if hasattr(broken, cause.replace(".", "_"))]
+# A process may mount a small /dev/shm of its own, or this cannot be tried without harming others.
+SMALL_SHM = ["unshare", "-rm", "sh", "-c", "mount -t tmpfs -o size=64k tmpfs /dev/shm"]
+
+
+def can_shrink_shm() -> bool:
+    return shutil.which("unshare") is not None and subprocess.run(SMALL_SHM, capture_output=True).returncode == 0
+
+
+@pytest.fixture(scope="module")
+def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
+    """One sweep whose cells differ in what breaks: verdicts by cause."""
+    store = tmp_path_factory.mktemp("injected") / "store"
+    causes = [cause for cause in WAYS if cause != "memory.shm_exhausted" or can_shrink_shm()]
+    cells = ",".join(f"['{{python}}','{BROKEN}',{cause},'{{out}}']" for cause in causes)
+    done = sweeper(
+        store,
+        "-m",
+        "workload=command",
+        f"workload.argv={cells}",
+        "budget.train=2",
+        "budget.warmup=15",
+        "grace=1",
+        seconds=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return {
+        json.loads((store / "runs" / name / "run.json").read_text())["argv"][2]: v for name, v in runs(store).items()
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cause", WAYS)
+def test_what_breaks_is_named(verdicts: dict[str, dict], cause: str) -> None:
+    if cause not in verdicts:
+        pytest.skip("this machine lets nobody mount a small /dev/shm")
+    found = verdicts[cause]
+    assert found["signature"]["cause"] == cause, found
+    assert found["signature"]["evidence"]
+    assert re.fullmatch(r"\d+\.\d+", found["signature"]["version"])
+    expected = {"process.hung": "hung", "compile.no_end": "hung", "attention.dense_fallback": "degraded"}
+    killed = found["exit"]["signal"] in (signal.SIGKILL, signal.SIGTERM)
+    assert found["verdict"] == expected.get(cause, "killed" if killed else "failed")
+
+
+def test_the_page_says_of_every_cause_whether_it_is_injected() -> None:
+    for rule in rules().values():
+        assert bool(rule.injected) != bool(rule.not_injected), rule.cause
+    assert set(WAYS) <= {rule.cause for rule in rules().values() if rule.injected}
