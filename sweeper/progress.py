@@ -18,8 +18,8 @@ from dflash.settings import SettingError
 GROUPS = ("step", "steps", "tokens", "tok_s", "seconds", "loss", "lr", "grad_norm")
 LONGEST_LINE = 4096  # characters of a line that are looked at, from its end
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-_NUMBER = re.compile(r"([-+]?(?:\d[\d,_]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)([kKMGT]?)")
-_SCALE = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+_NUMBER = re.compile(r"([-+]?(?:\d[\d,_]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?) ?(k|K|M|G|us|ms|s|)")
+_SCALE = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "s": 1.0, "ms": 1e-3, "us": 1e-6}
 
 
 def check(pattern: Any, tokens: Any, warmup_lines: Any) -> None:
@@ -107,7 +107,7 @@ class Printed:
 
 
 def number(text: str | None) -> float | None:
-    """A number as programs print it: 1,234.5, 1e-3, 12.3K, nan, inf; None if it is none."""
+    """A number as programs print it: 1,234.5, 1e-3, 12.3K, 25.31ms (in seconds), nan, inf; None if it is none."""
     if text is None:
         return None
     match = _NUMBER.fullmatch(text.strip())

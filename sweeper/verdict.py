@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from sweeper.measure import finite, steps, totals
 from sweeper.signatures import Match, classify, fingerprint, root_of, rule, stack_fingerprint, version
-from sweeper.signatures.prints import TRACEBACK, last_traceback, plain
+from sweeper.signatures.prints import TRACEBACK, ends_in_message, last_traceback, plain
 from sweeper.signatures.stacks import deadlock, endless_compile
 
 VERDICTS = ("ok", "degraded", "failed", "hung", "killed", "skipped")
@@ -120,9 +120,13 @@ def _ended_well(run: Evidence, failure: Signature | None) -> Verdict:
     if failure or _said(run) == "failed":
         signature = failure or _from_log(run, "the job said that it failed")
         return Verdict("failed", signature, f"exit status 0, yet it failed: {signature.evidence}")
-    if run.events and _said(run) is None:
+    # A command that is not ours may tell steps alone; a job that says how it starts says how it ends, too.
+    if _said(run) is None and any(e.get("event") == "start" for e in run.events):
         reason = "ended without its last word"
         return Verdict("failed", named("unknown", reason), reason)
+    if _said(run) is None and _died_in_passing(run.log_tail):
+        signature = _from_log(run, "a traceback")
+        return Verdict("failed", signature, f"exit status 0, yet it ended in a traceback: {signature.evidence}")
     doubts = [doubt for check in (_dense, _recompiled, _nonfinite, _missed) if (doubt := check(run))]
     if not doubts:
         return Verdict("ok", None, "; ".join(filter(None, (run.reason, _unproved(run)))))
@@ -130,6 +134,14 @@ def _ended_well(run: Evidence, failure: Signature | None) -> Verdict:
     said = [text for _, text in doubts] + ([] if _missed(run) else [_unproved(run)])
     # The kind of doubt is its identity: counts and step numbers are not.
     return Verdict("degraded", named(cause, doubts[0][1], cause), "; ".join(filter(None, (*said, run.reason))))
+
+
+def _died_in_passing(log: str) -> bool:
+    """Whether a log ends in a traceback, and not in one that the interpreter itself shrugs off."""
+    log = log.rstrip()
+    traceback = last_traceback(log)
+    before = log[: len(log) - len(traceback)].rstrip().rpartition("\n")[2]
+    return bool(traceback) and ends_in_message(traceback) and not before.startswith("Exception ignored")
 
 
 def _said(run: Evidence) -> str | None:

@@ -96,7 +96,7 @@ def values(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     return found
 
 
-def _environment(given: Any) -> dict[str, str]:
+def _environment(given: Mapping[str, Any]) -> dict[str, str]:
     found = _texts("workload.env", given)
     for name, value in found.items():
         if not re.fullmatch(r"[A-Za-z_]\w*", name):
@@ -108,9 +108,7 @@ def _environment(given: Any) -> dict[str, str]:
     return found
 
 
-def _texts(section: str, given: Any) -> dict[str, str]:
-    if not isinstance(given, Mapping):
-        raise SettingError(section, given, "must be names with a value each")
+def _texts(section: str, given: Mapping[str, Any]) -> dict[str, str]:
     for name, value in given.items():
         if isinstance(value, Mapping | list):
             raise SettingError(f"{section}.{name}", value, "must be one value")
