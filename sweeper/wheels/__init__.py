@@ -73,7 +73,7 @@ class Sources:
 
 @dataclass(frozen=True)
 class Pins:
-    """What an environment is built from. Versions are specifiers such as `==2.13.0` or `>=2.15.0.dev0`."""
+    """What an environment is built from. Versions are specifiers such as `==2.13.0` or `>=2.16.0.dev0`."""
 
     name: str
     torch: str
