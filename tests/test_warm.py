@@ -1,4 +1,4 @@
-"""`python -m dflash warm`: what compiling the attention alone is good for, on the small target in tests/target."""
+"""`python -m dflash warm` compiles, on the small target in tests/target, all that `locked` compiles."""
 
 import json
 import os
@@ -20,54 +20,41 @@ SETTINGS = [
 ]
 
 
-def dflash(command: str, out: Path, cache: Path, *words: str) -> dict[str, dict[str, int]]:
-    """Run a command with a cache directory; returns what it told of lookups, by layer."""
-    env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor")}
-    line = [sys.executable, "-m", "dflash", command, "--out", str(out), *SETTINGS, *words]
+def dflash(command: str, folder: Path, *words: str) -> dict[str, dict[str, int]]:
+    """Run a command whose caches lie in folder/cache; returns what it told of lookups, by layer."""
+    env = os.environ | caches.environment(folder / "cache")
+    line = [sys.executable, "-m", "dflash", command, "--out", str(folder / "out"), *SETTINGS, *words]
     done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
-    events: list[dict[str, Any]] = [json.loads(each) for each in (out / "events.jsonl").read_text().splitlines()]
+    written = (folder / "out" / "events.jsonl").read_text().splitlines()
+    events: list[dict[str, Any]] = [json.loads(each) for each in written]
     assert events[-1]["status"] == "ok"
-    return [event for event in events if event["event"] == "counters"][-1]["caches"]
+    told = [event for event in events if event["event"] == "counters"][-1]["caches"]
+    assert isinstance(told, dict)
+    return told
 
 
-@pytest.fixture(scope="module")
-def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("chats") / "chats.jsonl"
+@pytest.mark.slow
+def test_attention_compiled_alone_is_all_that_locked_compiles(tmp_path: Path) -> None:
+    chats = tmp_path / "chats.jsonl"
     chat = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": "an answer of some words"}]
-    path.write_text("".join(json.dumps({"messages": chat}) + "\n" for _ in range(8)))
-    return path
-
-
-@pytest.fixture(scope="module")
-def warmed(tmp_path_factory: pytest.TempPathFactory, chats: Path) -> Path:
-    """Caches in which the attention was compiled alone."""
-    folder = tmp_path_factory.mktemp("warmed")
-    told = dflash("warm", folder / "out", folder / "cache", f"data.path={chats}", "compile=whole")
+    chats.write_text("".join(json.dumps({"messages": chat}) + "\n" for _ in range(8)))
+    alone, trained = tmp_path / "alone", tmp_path / "trained"
+    caches.layout(alone / "cache")
+    told = dflash("warm", alone, f"data.path={chats}", "compile=whole")
     assert told["fxgraph"]["misses"] > 0 == told["fxgraph"]["hits"]
-    return folder / "cache"
-
-
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("warm")]
-
-
-@pytest.mark.parametrize(("strategy", "finds"), [("locked", True), ("whole", False)])
-def test_attention_alone_warms_the_strategy_that_compiles_attention_alone(
-    tmp_path: Path, chats: Path, warmed: Path, strategy: str, finds: bool
-) -> None:
-    """A whole forward is another graph: for `whole` such a warm-up does nothing."""
-    shutil.copytree(warmed, tmp_path / "cache")
-    before = caches.count(tmp_path / "cache")
-    told = dflash("train", tmp_path / "out", tmp_path / "cache", f"data.path={chats}", f"compile={strategy}")
-    after = caches.count(tmp_path / "cache")
-    events = [{"event": "end", "t": 0.0, "caches": told}]
-    proof = caches.proof("standalone", before, after, events, caches.Start(made_by="warm"))
-    assert proof["proved"] == ("warm" if finds else "mixed"), proof["why"]
-    assert bool(told["aotautograd"]["hits"]) == finds
+    shutil.copytree(alone / "cache", trained / "cache")
+    before = caches.count(trained / "cache")
+    told = dflash("train", trained, f"data.path={chats}", "compile=locked")
+    end = {"event": "end", "t": 0.0, "caches": told}
+    proof = caches.proof("standalone", before, caches.count(trained / "cache"), [end])
+    assert proof["proved"] == "warm", proof["why"]
+    assert told["aotautograd"]["hits"] > 0
 
 
 def test_a_wrong_setting_is_one_sentence(tmp_path: Path) -> None:
-    line = [sys.executable, "-m", "dflash", "warm", "--out", str(tmp_path / "out"), *SETTINGS, "drafter.block=0"]
+    given = ["--out", str(tmp_path / "out"), *SETTINGS, f"data.path={tmp_path}", "drafter.block=0"]
+    line = [sys.executable, "-m", "dflash", "warm", *given]
     done = subprocess.run(line, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert done.stderr.startswith("dflash: drafter.block=0: ")
