@@ -7,7 +7,8 @@ moved together), one to ten blocks in random order, a rate of failure of exposed
 levels of one factor; of two, together or either; of three together; rates that depend on a second factor; none of the
 factors; or a change with time. In some sweeps runs that are not exposed fail now and then as well. A conclusion is
 right if it names exactly the cells that the truth exposes, those that did not run included; it is wrong if it names
-others, or a factor that has no part in it. Levels that never ran are outside of what any conclusion is about.
+others, or a factor that has no part in it. Levels that never ran are outside of what any conclusion is about, and
+that no factor matters is said of the cells that ran.
 
 Speed: how often the intervals of `sweeper.analysis.effects` hold the true ratio, by noise, contexts and blocks, and
 after `until` has stopped the blocks.
@@ -147,7 +148,8 @@ def judged(truth: Truth, runs: Sequence[tuple[Cell, bool]], grid: Sequence[Cell]
         return ("part" if set(found.sure_factors) <= set(truth.factors) else "wrong"), found.sure_factors
     said = told.to_dict()
     if told.kind == "none":
-        return ("right" if truth.kind in ("none", "time") else "wrong"), said
+        exposures = {tuple(cell.values()) in truth.exposed for cell, _ in runs}
+        return ("right" if truth.kind in ("none", "time") or len(exposures) == 1 else "wrong"), said
     if told.kind == "time":
         return ("right" if truth.kind == "time" and told.since > 0 else "wrong"), said
     ran = {factor: {cell[factor] for cell, _ in runs} for factor in grid[0]}

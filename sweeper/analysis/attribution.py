@@ -7,9 +7,9 @@ cause is flaky) and may differ between cells; the others fail seldom or never. T
 * two factors' levels, exposed where both hold                                                             0.15
 * three factors' levels, exposed where all hold                                                            0.05
 * two factors' levels, exposed where either holds                                                          0.05
-* none of these factors: every run fails at one rate                                                       0.25
+* none of these factors: every run fails at one rate                                                       0.29
 * time: failures begin or end with some run, whatever its levels                                           0.05
-* something else of these factors: every cell has a rate of its own                                        0.05
+* something else of these factors: every cell has a rate of its own                                        0.01
 
 The smallest set wins by itself: an explanation that needs a second factor, or more levels, shares its prior with more
 like it (MacKay, Information Theory, Inference, and Learning Algorithms, chapter 28). Rates are integrated over beta
@@ -35,14 +35,14 @@ from scipy.special import betaln, logsumexp
 from sweeper.analysis.records import in_order
 
 SURE = 0.99
-PRIOR = {"levels": 0.40, "both": 0.15, "three": 0.05, "either": 0.05, "none": 0.25, "time": 0.05, "other": 0.05}
+PRIOR = {"levels": 0.40, "both": 0.15, "three": 0.05, "either": 0.05, "none": 0.29, "time": 0.05, "other": 0.01}
 # Rates as mixtures of (share, a, b) of beta distributions; a or b of infinity is the rate 1 or 0.
 ALWAYS, NEVER = (math.inf, 1.0), (1.0, math.inf)
 EXPOSED = ((0.5, *ALWAYS), (0.5, 1.0, 1.0))
 EXPOSED_CELL = ((0.5, *ALWAYS), (0.5, 2.0, 1.0))
 SPARED = ((0.5, *NEVER), (0.5, 1.0, 19.0))
 ONE_RATE = ((0.3, *ALWAYS), (0.35, 1.0, 1.0), (0.35, 1.0, 19.0))
-ANY_RATE = ((0.2, *ALWAYS), (0.4, *NEVER), (0.4, 1.0, 1.0))
+ANY_RATE = ((0.1, *ALWAYS), (0.2, *NEVER), (0.7, 1.0, 1.0))
 BY_CELL = 0.25  # prior share of exposed cells that fail at different rates
 MOST_SETS = 60_000  # explanations by the same factors beyond which large sets of levels are left out
 KEPT = 200  # explanations that are kept, the likeliest first

@@ -220,7 +220,8 @@ def _told_failure(failure: Mapping[str, Any], runs: Mapping[str, Any]) -> list[s
     elif told and told["kind"] == "time":
         lines.append(f"  {_explained(told).capitalize()}, whatever the levels; certainty {_sure(told['posterior'])}.")
     elif told:
-        lines.append(f"  None of these factors makes a difference; certainty {_sure(told['posterior'])}.")
+        certain = _sure(told["posterior"])
+        lines.append(f"  No factor makes a difference between the cells that ran; certainty {certain}.")
     else:
         sure = failure["sure_factors"]
         if sure:
