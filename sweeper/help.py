@@ -37,6 +37,7 @@ usage: sweeper [-m] [-v] [key=value ...]          (or: python -m sweeper ...)
   sweeper -m compile=locked,whole rerun=failed    do failed runs again
   sweeper drafter.layers=5 data.path=my.jsonl     any setting of the trainer, listed below
   sweeper split=1t2d fanout.a.drafter.block=8 fanout.b.drafter.block=16     two drafters on one stream of features
+  sweeper -m +experiment=incident wheel=cu128,cu130    the incident replayed: what fails, how often, what cures it
   sweeper -m workload=command 'workload.argv=["{python}",train.py,--lr,"{args.lr}"]' args.lr=0.1,0.01    any command
 """
 NOTES = """\

@@ -159,6 +159,18 @@ def test_a_fanout_is_written_as_any_setting(
     assert "to do" in out
 
 
+def test_the_incident_is_a_matrix_of_its_own_that_takes_wheels(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["-m", "+experiment=incident", "wheel=cpu211,cpu213", "repeat=1", "device=cpu", *DRY]
+    status, out, err = inside(tmp_path, capsys, words)
+    assert (status, err) == (0, "")
+    planned = [line for line in out.splitlines() if line.endswith("unknown") and "1t3d" in line]
+    assert len(planned) == 2 * 5 * 2  # wheels, strategies, cold and warm
+    for word in ("cpu211 unlocked cold", "cpu213 whole warm", "environment to build first: cpu211"):
+        assert word in out
+
+
 @pytest.mark.parametrize("store", ["/proc/sweeper", "/etc/passwd/sweeper", "/dev/null"])
 def test_a_store_that_cannot_be_written_is_refused(tmp_path: Path, store: str) -> None:
     done = subprocess.run(
