@@ -3,9 +3,11 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from urllib.request import url2pathname
 
@@ -314,8 +316,16 @@ def local_packages() -> list[str]:
     return sorted({path for path in found if os.path.isdir(path)})
 
 
+@pytest.fixture
+def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder, with uv's cache in it, that is gone afterwards: gigabytes."""
+    monkeypatch.setenv("UV_CACHE_DIR", str(tmp_path / "uv"))
+    yield tmp_path
+    shutil.rmtree(tmp_path)
+
+
 @pytest.mark.slow
-def test_two_real_versions_of_torch_train_in_one_sweep(tmp_path: Path) -> None:
+def test_two_real_versions_of_torch_train_in_one_sweep(scratch: Path) -> None:
     folders = local_packages()
     names = [path.name for folder in folders for path in Path(folder).glob("torch-2.1*.whl")]
     tag = f"cp{sys.version_info[0]}{sys.version_info[1]}"
@@ -323,19 +333,20 @@ def test_two_real_versions_of_torch_train_in_one_sweep(tmp_path: Path) -> None:
         if not any(name.startswith(f"torch-{version}") and tag in name for name in names):
             pytest.skip(f"pip's configuration names no folder with torch {version} for {tag}")
     # What torch 2.14 asks for on Linux and no CPU needs.
-    packages.package(tmp_path / "shelf", "cuda_bindings", "13.0.3")
-    sources = Sources(str(tmp_path / "wheels"), [*folders, str(tmp_path / "shelf")], [])
+    packages.package(scratch / "shelf", "cuda_bindings", "13.0.3")
+    sources = Sources(str(scratch / "wheels"), [*folders, str(scratch / "shelf")], [])
     small = Path(__file__).parent / "target"
     done = sweeper(
-        tmp_path / "store",
+        scratch / "store",
         *("-m", "wheel=pins", "wheel.torch=2.13.0,2.14.1", "device=cpu", "compile=eager", "train.steps=4"),
         *(f"target.model={small / 'qwen3-small'}", "drafter.layers=1", "drafter.mask_token=0"),
         *words(sources),
+        seconds=900,
     )
     assert done.returncode == 0, done.stderr
     seen = {}
-    for name, verdict in runs(tmp_path / "store").items():
-        run = json.loads((tmp_path / "store" / "runs" / name / "run.json").read_text())
+    for name, verdict in runs(scratch / "store").items():
+        run = json.loads((scratch / "store" / "runs" / name / "run.json").read_text())
         assert verdict["verdict"] == "ok", (verdict, done.stderr)
         seen[run["wheel"]["torch"]["version"]] = run["wheel"]
     assert [version.partition("+")[0] for version in sorted(seen)] == ["2.13.0", "2.14.1"]
