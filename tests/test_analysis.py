@@ -373,7 +373,7 @@ def test_the_command_to_paste_keeps_what_the_sweep_was_told() -> None:
         (1, 1, 0.0, "Nothing failed in 1 run"),
         (1, 3, 1.0, "there is nothing to compare it with"),
         (4, 3, 0.0, "Nothing failed in 12 runs (0 to 26 %)"),
-        (4, 3, 1.0, "Every run failed"),
+        (4, 3, 1.0, "Every run that could show it did"),
         (200, 2, 0.1, "of 400 runs"),
     ],
 )
@@ -452,8 +452,22 @@ def test_a_setting_that_no_cell_names_is_a_factor_where_it_differs(tmp_path: Pat
     assert {factor for r in found for factor in r.levels} == {"compile", "cache", "optim.lr", "code"}
     text = sentences(conclude(found))
     assert "code and compile and optim.lr moved together" in text
-    described(two, settings={"optim": {"lr": 0.1}, "compile": "whole", "seed": 0})
+    described(two, settings={"optim": {"lr": 0.1}, "compile": "whole", "seed": 0}, code="c0de")
     assert {factor for r in read([one, two]) for factor in r.levels} == {"compile", "cache"}
+
+
+def test_the_build_of_a_wheel_is_a_factor_only_where_the_wheel_does_not_tell_it(tmp_path: Path) -> None:
+    folders = [write_run(tmp_path, {"wheel": "pins", "wheel.torch": torch}) for torch in ("2.13.0", "2.14.1")]
+    folders.append(write_run(tmp_path, {"wheel": "pins", "wheel.torch": "2.14.1"}, repeat=2))
+    for folder, fingerprint in zip(folders, ("a", "b", "b"), strict=True):
+        described(folder)
+        run = json.loads((folder / "run.json").read_text())
+        run["wheel"]["fingerprint"] = fingerprint
+        (folder / "run.json").write_text(json.dumps(run))
+    assert {factor for r in read(folders) for factor in r.levels} == {"wheel", "wheel.torch"}
+    run["wheel"]["fingerprint"] = "c"
+    (folders[-1] / "run.json").write_text(json.dumps(run))
+    assert {factor for r in read(folders) for factor in r.levels} == {"wheel", "wheel.torch", "wheel.build"}
 
 
 def test_the_command_prints_a_sweep_or_a_whole_store_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,17 +25,15 @@ def benchmark() -> ModuleType:
 
 
 def test_wrong_and_confident_is_rare_and_right_is_not(benchmark: ModuleType) -> None:
-    found = benchmark.attributions(300, random.Random(11))["counts"]
-    told = found["all"]
-    assert told.get("wrong", 0) <= 3
-    assert told["right"] > 50
-    assert not found["design: moved together"].get("wrong")
+    told = benchmark.attributions(200, random.Random(11))["counts"]["all"]
+    assert told.get("wrong", 0) <= 2
+    assert told["right"] > 40
 
 
 @pytest.mark.parametrize("contexts", [1, 2, 4])
 def test_intervals_hold_what_they_say(benchmark: ModuleType, contexts: int) -> None:
     rng = np.random.default_rng(3)
     for noise in benchmark.NOISES:
-        bounds = [benchmark.interval(benchmark.differences(rng, noise, contexts, 4)) for _ in range(400)]
+        bounds = [benchmark.interval(benchmark.differences(rng, noise, contexts, 4)) for _ in range(300)]
         held = sum(low <= 0 <= high for low, high in bounds) / len(bounds)
         assert held > 0.91, noise

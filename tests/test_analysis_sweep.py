@@ -14,14 +14,14 @@ from sweeper.analysis.__main__ import main
 def test_a_sweep_ends_with_its_conclusion(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store = tmp_path / "store"
     ways = [workload(way)[1].partition("=")[2] for way in ("ok", "exit3")]
-    done = sweeper(store, "-m", "workload=command", f"workload.argv={','.join(ways)}", "repeat=8")
+    done = sweeper(store, "-m", "workload=command", f"workload.argv={','.join(ways)}", "repeat=5")
     (folder,) = (store / "sweeps").iterdir()
     said = (folder / "conclusion.txt").read_text()
     assert done.stdout.endswith(said)
-    assert "8 of 16 runs" in said
+    assert "5 of 10 runs" in said
     assert "Fails under workload.argv=" in said
     kept = json.loads((folder / "conclusion.json").read_text())
-    assert kept["failures"][0]["exposed"]["k"] == 8
+    assert kept["failures"][0]["exposed"]["k"] == 5
     assert main([str(folder)]) == 0
     assert capsys.readouterr().out == said
 

@@ -132,10 +132,12 @@ def test_a_sweep_as_it_happens(store: Path, monkeypatch: pytest.MonkeyPatch, cap
         tracker.tick(folder)
         finish_run(folder, told)
         tracker.finish(folder)
-    tracker.close_sweep("sweep0123", table.rows(folders))
+    tracker.close_sweep("sweep0123", table.rows(folders), "Nothing failed in 2 runs.\n")
     tracker.close()
 
     (parent,) = parents(store)
+    kept = {one.path for one in client(store).list_artifacts(parent.info.run_id)}
+    assert kept >= {"table.txt", "table.json", "conclusion.txt"}
     assert (parent.info.status, parent.info.run_name) == ("FINISHED", "compile=locked cache=cold")
     assert parent.data.tags["verdicts"] == "2 ok"
     found = children(store)

@@ -207,7 +207,10 @@ def _told_failure(failure: Mapping[str, Any], runs: Mapping[str, Any]) -> list[s
     if runs["cells"] == 1:
         return [*lines, "  One cell ran: there is nothing to compare it with."]
     if share["k"] == share["n"]:
-        return [*lines, "  Every run failed: which level matters cannot be told without one that passes."]
+        return [
+            *lines,
+            "  Every run that could show it did: which level matters cannot be told without one that passes.",
+        ]
     told = failure["told"]
     if told and told["levels"]:
         lines.append(

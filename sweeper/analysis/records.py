@@ -155,22 +155,26 @@ def _unnamed(one: Attempt) -> dict[str, str]:
     told = {name: value for name, value in _flat(given).items() if name in _flat(facts.get("settings") or {})}
     told |= {BUILD: str(wheel.get("fingerprint"))[:8], CODE: str(facts.get("code"))[:8]}
     told |= {HOST: str(one.run.get("host")), "workload": str(facts.get("workload"))}
-    return told | {"workload.argv": str(facts.get("argv"))}
+    return told | {"workload.argv": str(facts.get("argv"))} | _flat(facts.get("env") or {}, "workload.env.")
 
 
 def _follows(name: str, cells: list[dict[str, str]], silent: list[dict[str, str]]) -> bool:
-    """Whether a factor of the cells already stands for this setting: the same name, or a choice that sets it."""
-    group = name.partition(".")[0]
-    for factor in {factor for cell in cells for factor in cell}:
-        sets = factor in (name, group) or (factor == "workload" and name not in (BUILD, HOST))
-        if not sets or not all(factor in cell for cell in cells) or (factor in FACTORS and name not in (factor, BUILD)):
-            continue
-        values: dict[str, set[str | None]] = {}
-        for cell, told in zip(cells, silent, strict=True):
-            values.setdefault(cell[factor], set()).add(told.get(name))
-        if all(len(several) == 1 for several in values.values()):
-            return True
-    return False
+    """Whether factors of the cells already stand for this setting: they bear its name, or a choice that sets it."""
+    everywhere = set.intersection(*map(set, cells))
+    sets = [factor for factor in everywhere if _may_set(factor, name)]
+    values: dict[tuple[str, ...], set[str | None]] = {}
+    for cell, told in zip(cells, silent, strict=True):
+        values.setdefault(tuple(cell[factor] for factor in sets), set()).add(told.get(name))
+    return bool(sets) and all(len(several) == 1 for several in values.values())
+
+
+def _may_set(factor: str, name: str) -> bool:
+    """Whether a factor of a cell can be what gives a setting its value."""
+    if name == BUILD:
+        return factor == "wheel" or factor.startswith("wheel.")
+    if factor in FACTORS:
+        return factor == name
+    return factor in (name, name.partition(".")[0]) or (factor == "workload" and name != HOST)
 
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
