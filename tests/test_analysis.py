@@ -322,14 +322,19 @@ def test_a_grid_confounds_nothing() -> None:
 def test_runs_are_proposed_where_explanations_disagree() -> None:
     cells = [{"wheel": "cu128", "cache": "warm"}, {"wheel": "cu130", "cache": "foreign"}]
     found = explained(swept(cells, 10, lambda cell: cell["wheel"] == "cu130"))
-    first = confounders.telling(found.explanations, cells)[0]
+    first = confounders.telling(found.explanations, confounders.untried(cells))[0]
     assert first in ({"wheel": "cu128", "cache": "foreign"}, {"wheel": "cu130", "cache": "warm"})
-    assert (
-        confounders.telling(
-            found.explanations, cells, impossible=grid(wheel=["cu128", "cu130"], cache=["warm", "foreign"])
-        )
-        == []
-    )
+    assert confounders.untried(cells, impossible=grid(wheel=["cu128", "cu130"], cache=["warm", "foreign"])) == []
+    assert confounders.telling(found.explanations, cells) == [], "runs that are there tell no more"
+
+
+def test_more_repeats_are_asked_only_of_cells_that_would_tell() -> None:
+    cells = grid(compile=["locked", "whole", "eager", "unlocked", "firstlock"], cache=["cold", "warm"])
+    rates = {"unlocked": 1.0, "firstlock": 0.4}
+    found = conclude(swept(cells, 3, lambda cell: rates.get(cell["compile"], 0.0), seed=2), DEFAULTS)["failures"][0]
+    assert found["told"] is None
+    assert 1 <= len(found["next"]) <= 3
+    assert not any("eager" in line and "locked,unlocked" in line for line in found["next"])
 
 
 # Sentences
@@ -365,6 +370,7 @@ def test_the_command_to_paste_keeps_what_the_sweep_was_told() -> None:
     text = sentences(found)
     assert "Not told apart: cache and wheel moved together (cache=" in text
     assert line in text
+    assert "\nThen, of all runs together: python -m sweeper.analysis runs\n" in text
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,9 @@ from sweeper.analysis.records import NO_LEVEL, UNSETTABLE, Record, in_order, onl
 
 MOST_GAPS = 12  # beyond, cells are a sample of a large space and not a grid with holes
 MOST_EFFECTS, MOST_UNCLEAR, MOST_CAUSES, MOST_OPEN, MOST_COMMANDS = 20, 8, 6, 4, 3
-MOST_REPEATS = 30  # that are asked of a reader at once
+LEAST_REPEATS, MOST_REPEATS = 3, 30  # that are asked of a reader at once
 UNEQUAL = 0.01  # p-value below which exposed runs are said to fail unequally often
+COMMAND = "    python -m sweeper "
 # Words of a sweep's command that the commands proposed here say anew or must not repeat.
 SAID_ANEW = ("repeat", "until", "aa", "rerun", "dry")
 
@@ -30,7 +31,8 @@ def conclude(
 
     Keys: runs {total, told, cells, blocks, verdicts, skipped, ended_outside}; factors {name: levels}; failures, a list
     of {cause, share, by_level, compared, told, exposed, spared, unequal, explanations, sure_factors, next};
-    confounded [{factor, differ}]; separate [command]; effects, interactions and noise (see `effects.Effect`).
+    confounded [{factor, differ}]; separate [command]; effects, interactions and noise (see `effects.Effect`); together,
+    the command that concludes from all runs of the store.
     """
     records = only_varied(records)
     told, references = compared(records, defaults or {})
@@ -59,6 +61,7 @@ def conclude(
         "effects": [effect.to_dict() | {"clear": effect.clear} for effect in effects.main_effects(told, references)],
         "interactions": [one.to_dict() | {"clear": one.clear} for one in effects.interactions(told, references)],
         "noise": noise.to_dict() if noise else None,
+        "together": shlex.join(["python", "-m", "sweeper.analysis", _store(command)]),
     }
 
 
@@ -91,6 +94,8 @@ def sentences(found: Mapping[str, Any], stopped: str = "") -> str:
     if left:
         lines.append(f"Not counted: {', '.join(left)}.")
     lines += _told_confounded(found)
+    if any(line.startswith(COMMAND) for line in lines):
+        lines.append(f"Then, of all runs together: {found['together']}")
     lines += _told_effects(found)
     return "\n".join(lines) + "\n"
 
@@ -149,12 +154,7 @@ def _failure(
     found = attribution.attribute([(record.levels, bad) for record, bad in runs])
     k, told = sum(bad for _, bad in runs), found.told
     by_level = failures.by_level(records, cause)
-    told_next: list[str] = []
-    if told is None and k:
-        new = confounders.telling(found.explanations[:30], cells, skipped)
-        rate = failures.share(k, len(runs)).k / len(runs)
-        more = min(MOST_REPEATS, max(blocks, attribution.runs_to_see(rate, 0.9)))
-        told_next = plan.lines(new, more) or plan.again(min(max(MOST_REPEATS, blocks), blocks + max(3, blocks)))
+    told_next = _next(found, cells, skipped, plan, blocks, k / len(runs)) if told is None else []
     named = told if told and told.levels else None
     exposed = [record for record, _ in runs if named and named.exposes(record.levels)]
     spared = [record for record, _ in runs if named and not named.exposes(record.levels)]
@@ -171,6 +171,23 @@ def _failure(
         "sure_factors": found.sure_factors,
         "next": told_next,
     }
+
+
+def _next(
+    found: attribution.Attribution,
+    cells: Sequence[Mapping[str, str]],
+    skipped: Sequence[Mapping[str, str]],
+    plan: _Commands,
+    blocks: int,
+    rate: float,
+) -> list[str]:
+    """The commands whose runs would tell most: new cells if there are such, else cells there are, more often."""
+    explanations = found.explanations[:30]
+    seen = attribution.runs_to_see(rate, 0.9)
+    if new := confounders.telling(explanations, confounders.untried(cells, skipped)):
+        return plan.lines(new, min(MOST_REPEATS, max(blocks, seen)))
+    more = blocks + min(MOST_REPEATS, max(blocks, seen, LEAST_REPEATS))
+    return plan.lines(confounders.telling(explanations, cells), more) or plan.again(more)
 
 
 def _compared(records: Sequence[Record], cause: str) -> dict[str, dict[str, float | None]]:
@@ -228,7 +245,8 @@ def _told_failure(failure: Mapping[str, Any], runs: Mapping[str, Any]) -> list[s
     else:
         sure = failure["sure_factors"]
         if sure:
-            lines.append(f"  {' and '.join(sure)} matters for sure; how exactly cannot be told yet:")
+            verb = "matters" if len(sure) == 1 else "matter"
+            lines.append(f"  {' and '.join(sure)} {verb} for sure; how exactly cannot be told yet:")
         else:
             lines.append("  Which levels matter cannot be told yet:")
         lines += [f"    {_sure(one['posterior']):>6}  {_explained(one)}" for one in failure["explanations"][:MOST_OPEN]]
@@ -293,6 +311,11 @@ def _to_run(head: str, commands: Sequence[str]) -> list[str]:
         return []
     rest = [f"    and {len(commands) - MOST_COMMANDS} more: see --json"] if len(commands) > MOST_COMMANDS else []
     return [head, *(f"    {line}" for line in commands[:MOST_COMMANDS]), *rest]
+
+
+def _store(command: Sequence[str]) -> str:
+    """The store that a command line names."""
+    return next((word.partition("=")[2] for word in command if _key(word) == "store"), "runs")
 
 
 def _explained(one: Mapping[str, Any]) -> str:

@@ -19,7 +19,7 @@ from sweeper.analysis.attribution import Explanation
 Cell = Mapping[str, str]
 MOST_CELLS = 2000  # of a grid that is searched for the run that tells most
 MOST_OFFERS = 64  # new cells that are weighed against each other at a time
-LEAST_GAIN = 0.1  # bits that a further run must be worth
+LEAST_GAIN = 0.1  # share of all that is open which a further cell must tell
 
 
 @dataclass(frozen=True)
@@ -66,12 +66,10 @@ def separating(cells: Sequence[Cell], impossible: Collection[Cell] = ()) -> list
         chosen.append(best)
 
 
-def telling(
-    explanations: Sequence[Explanation], cells: Sequence[Cell], impossible: Collection[Cell] = (), most: int = 3
-) -> list[dict[str, str]]:
-    """Cells not yet run whose outcomes would tell these explanations apart, the most telling first.
+def untried(cells: Sequence[Cell], impossible: Collection[Cell] = ()) -> list[dict[str, str]]:
+    """The cells of the grid of all levels that neither ran nor are impossible, those with near neighbours first.
 
-    A set of cells is worth the entropy of the groups into which it divides the explanations' posterior.
+    None of a grid of more than MOST_CELLS.
     """
     factors = _factors(cells)
     levels = [sorted({cell[factor] for cell in cells}) for factor in factors]
@@ -79,24 +77,28 @@ def telling(
         return []
     done = {tuple(cell[f] for f in factors) for cell in [*cells, *impossible]}
     free = [dict(zip(factors, grid, strict=True)) for grid in itertools.product(*levels) if grid not in done]
+    return sorted(free, key=lambda cell: min(sum(cell[f] != other[f] for f in factors) for other in cells))
+
+
+def telling(explanations: Sequence[Explanation], offered: Sequence[Cell], most: int = 3) -> list[Cell]:
+    """Of the cells offered, those whose outcomes would tell these explanations apart, the most telling first.
+
+    A set of cells is worth the entropy of the groups into which it divides the explanations' posterior.
+    """
     naming = [one for one in explanations if one.levels]
-    groups: list[tuple[bool, ...]] = [() for _ in naming]
-    chosen: list[dict[str, str]] = []
-    while len(chosen) < most and free:
-        before = _entropy(naming, groups)
-        worth = [
-            (
-                _entropy(naming, [(*g, one.exposes(cell)) for one, g in zip(naming, groups, strict=True)]),
-                -_far(cell, cells),
-            )
-            for cell in free
-        ]
-        best = max(range(len(free)), key=lambda i: worth[i])
-        if worth[best][0] - before < LEAST_GAIN:
+    if not naming:
+        return []
+    least = LEAST_GAIN * _entropy(naming, [(i,) for i in range(len(naming))])
+    groups: list[tuple[int, ...]] = [() for _ in naming]
+    chosen: list[Cell] = []
+    while len(chosen) < most and offered:
+        divided = [[(*group, one.exposes(cell)) for one, group in zip(naming, groups, strict=True)] for cell in offered]
+        worth = [_entropy(naming, several) for several in divided]
+        best = worth.index(max(worth))
+        if worth[best] - _entropy(naming, groups) <= least:
             break
-        cell = free.pop(best)
-        groups = [(*g, one.exposes(cell)) for one, g in zip(naming, groups, strict=True)]
-        chosen.append(cell)
+        chosen.append(offered[best])
+        groups = divided[best]
     return chosen
 
 
@@ -132,14 +134,9 @@ def _gaps(cells: Sequence[Cell], factor: str) -> list[tuple[Cell, Cell]]:
     return gaps
 
 
-def _far(cell: Cell, cells: Sequence[Cell]) -> int:
-    """In how many factors the nearest of `cells` differs."""
-    return min(sum(cell[f] != other[f] for f in cell) for other in cells)
-
-
-def _entropy(explanations: Sequence[Explanation], groups: Sequence[tuple[bool, ...]]) -> float:
+def _entropy(explanations: Sequence[Explanation], groups: Sequence[tuple[int, ...]]) -> float:
     """Bits of the posterior's division into equal groups."""
-    weights: dict[tuple[bool, ...], float] = {}
+    weights: dict[tuple[int, ...], float] = {}
     for one, group in zip(explanations, groups, strict=True):
         weights[group] = weights.get(group, 0.0) + one.posterior
     total = sum(weights.values())
