@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from fakes.command import only, runs, sweeper
 from hydra import compose, initialize_config_dir
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash.settings import SettingError
@@ -223,6 +223,7 @@ STEPS = st.builds(lambda n, end: f"step {n}/9: loss 1.5 | 1,024 tokens{end}".enc
 NOISE = st.builds(lambda noise, end: noise.replace(b"step", b"") + end.encode(), st.binary(max_size=40), ENDS)
 
 
+@settings(deadline=None)
 @given(st.lists(STEPS | NOISE, max_size=12), st.data())
 def test_it_does_not_matter_in_what_pieces_output_comes(lines: list[bytes], data: st.DataObject) -> None:
     text = b"".join(lines)

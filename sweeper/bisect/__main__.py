@@ -163,9 +163,9 @@ def progress(
     """One line on what is known now."""
     seen = question.judge(results)
     runs = sum(map(len, results))
-    if not isinstance(seen, list):
-        return f"{runs} runs: measuring the ends"
-    belief = search.tally(seen)
+    belief = search.tally(seen) if isinstance(seen, list) else None
+    if belief is None:
+        return f"{runs} runs: the ends are being looked at"
     if belief.alike > search.ENDS_ALIKE:
         return f"{runs} runs: the ends are alike with {_percent(belief.alike)}"
     best = max(range(len(names)), key=lambda level: belief.first_bad[level])

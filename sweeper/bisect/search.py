@@ -18,14 +18,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-SAME = 0.5  # share of the prior that holds the ends to be alike
+NONE = 0.5  # share of the prior that holds no level to be the first bad one: no change at all, or one for the better
 ALWAYS, NEVER = 0.999, 0.001
-# Half of the prior on causes that always show, the rest even; most good levels never show the symptom.
+# Half of the prior on causes that always show and on good levels that never do, the rest even.
 BAD_RATES = {ALWAYS: 0.5} | {round(0.05 * n, 2): 0.5 / 19 for n in range(1, 20)}
-GOOD_RATES = {NEVER: 0.8} | dict.fromkeys((0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5), 0.2 / 9)
+GOOD_RATES = {NEVER: 0.5} | dict.fromkeys((0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5), 0.5 / 9)
 APART = 0.04  # p is at least this much above q
 ENDS_ALIKE = 0.05  # below this probability that the ends are alike, the levels between them are looked at
-CONFIRMED = 2  # runs that each end and each neighbour has at least
+CONFIRMED = 3  # runs that each end and each neighbour has at least
+MARGIN = 2  # the posterior has to be surer than asked for by this factor, for the priors are not everybody's
 TRIES = 2  # runs of a level without an answer, after which it is stepped over
 
 
@@ -58,12 +59,12 @@ def believe(bad: Sequence[int], good: Sequence[int], width: Sequence[int] | None
 
     width: levels that each entry stands for (itself and those stepped over before it), which is its prior weight.
     """
-    joint, alike = _posterior(bad, good, width or [1] * len(bad))
+    joint, none = _posterior(bad, good, width or [1] * len(bad))
     p, q, _ = _pairs()
     by_pair = joint.sum(axis=0) / joint.sum()
     return Belief(
         first_bad=tuple(float(x) for x in joint.sum(axis=1)),
-        alike=float(alike.sum()),
+        alike=float(none.sum()),
         bad_rate=float(by_pair @ p),
         good_rate=float(by_pair @ q),
     )
@@ -79,19 +80,19 @@ def decide(seen: Sequence[Sequence[bool | None]], error: float, most: int) -> in
     for end in (0, len(seen) - 1):
         if end not in kept:
             return Answer("stuck", level=end)
-    joint, same = _posterior(*counts, _widths(kept))
-    first_bad, alike = joint.sum(axis=1), float(same.sum())
+    joint, none = _posterior(*counts, _widths(kept))
+    first_bad, alike = joint.sum(axis=1), float(none.sum())
     runs = [sum(pair) for pair in zip(*counts, strict=True)]
     end = _end(counts[0], runs)
     best = int(np.argmax(first_bad))
     neighbour = min((best - 1, best), key=lambda place: runs[place])
-    sure = float(first_bad[best])
+    sure, enough = float(first_bad[best]), 1 - error / MARGIN
     if alike > ENDS_ALIKE or min(runs[0], runs[-1]) < CONFIRMED:
         following, answer = end, Answer("alike", alike)
-        done = alike >= 1 - error and min(runs[0], runs[-1]) >= CONFIRMED
+        done = alike >= enough and min(runs[0], runs[-1]) >= CONFIRMED
     else:
-        following = neighbour if sure >= 1 - error else _most_telling(joint, same)
-        done = sure >= 1 - error and runs[neighbour] >= CONFIRMED
+        following = neighbour if sure >= enough else _most_telling(joint, none)
+        done = sure >= enough and runs[neighbour] >= CONFIRMED
         answer = Answer("found" if done else "unsure", sure, kept[best - 1], kept[best])
     return answer if done or sum(map(len, seen)) >= most else kept[following]
 
@@ -102,8 +103,11 @@ def stepped_over(results: Sequence[bool | None]) -> bool:
     return silent >= TRIES and 2 * silent > len(results)
 
 
-def tally(seen: Sequence[Sequence[bool | None]]) -> Belief:
-    """The belief over all levels; those stepped over have no probability of their own, but add to the next."""
+def tally(seen: Sequence[Sequence[bool | None]]) -> Belief | None:
+    """The belief over all levels; those stepped over have no probability of their own, but add to the next. None
+    where an end is stepped over: then nothing can be said."""
+    if stepped_over(seen[0]) or stepped_over(seen[-1]):
+        return None
     kept, counted = _kept(seen)
     belief = believe(*counted, _widths(kept))
     first_bad = [0.0] * len(seen)
@@ -120,13 +124,15 @@ def _end(bad: Sequence[int], runs: Sequence[int]) -> int:
     return -1 if not (bad[0] or bad[-1]) or runs[-1] <= runs[0] else 0
 
 
-def _most_telling(joint: np.ndarray, alike: np.ndarray) -> int:
+def _most_telling(joint: np.ndarray, none: np.ndarray) -> int:
     """The place whose next run leaves the least uncertainty, on average, about which level is the first bad one."""
     p, q, _ = _pairs()
+    first, later = _none()[:2]
     levels = len(joint)
     reached = np.tri(levels, dtype=bool)  # [run at, first bad]: whether the run is of a bad level
-    fails = np.column_stack([np.where(reached, joint @ p, joint @ q), np.full(levels, alike @ _rates())])
-    passes = np.append(joint.sum(axis=1), alike.sum()) - fails
+    unchanged = np.where(np.arange(levels) == 0, none @ first, none @ later)
+    fails = np.column_stack([np.where(reached, joint @ p, joint @ q), unchanged])
+    passes = np.append(joint.sum(axis=1), none.sum()) - fails
     return int(np.argmin(_uncertainty(fails) + _uncertainty(passes)))
 
 
@@ -138,7 +144,7 @@ def _uncertainty(weights: np.ndarray) -> np.ndarray:
 
 
 def _posterior(bad: Sequence[int], good: Sequence[int], width: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Probability of (first bad level, pair of rates), and of each one rate if the ends are alike; sum 1."""
+    """Probability of (first bad level, pair of rates), and of each of `_none` if there is no such level; sum 1."""
     prior = np.array([0, *width[1:]], dtype=float)
     p, q, weight = _pairs()
     failed, passed = np.asarray(bad, dtype=float), np.asarray(good, dtype=float)
@@ -151,14 +157,19 @@ def _posterior(bad: Sequence[int], good: Sequence[int], width: Sequence[int]) ->
         + np.log(weight)
     )
     with np.errstate(divide="ignore"):
-        log += np.log((1 - SAME) * prior / prior.sum())[:, None]
-    rates = _rates()
-    share = np.where(rates == NEVER, 0.5, 0.5 / (len(rates) - 1))
-    same = failed.sum() * np.log(rates) + passed.sum() * np.log1p(-rates) + np.log(SAME * share)
-    top = max(log.max(), same.max())
-    joint, alike = np.exp(log - top), np.exp(same - top)
-    total = joint.sum() + alike.sum()
-    return joint / total, alike / total
+        log += np.log((1 - NONE) * prior / prior.sum())[:, None]
+    first, later, share = _none()
+    none = (
+        failed[0] * np.log(first)
+        + passed[0] * np.log1p(-first)
+        + failed[1:].sum() * np.log(later)
+        + passed[1:].sum() * np.log1p(-later)
+        + np.log(NONE * share)
+    )
+    top = max(log.max(), none.max())
+    joint, none = np.exp(log - top), np.exp(none - top)
+    total = joint.sum() + none.sum()
+    return joint / total, none / total
 
 
 def _kept(seen: Sequence[Sequence[bool | None]]) -> tuple[list[int], tuple[list[int], list[int]]]:
@@ -186,5 +197,10 @@ def _pairs() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 @functools.cache
-def _rates() -> np.ndarray:
-    return np.array(sorted({*BAD_RATES, *GOOD_RATES}))
+def _none() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Rates of the first level and of all later ones where none is the first bad one, and their prior weight: one
+    rate for all, or fewer failures after the first level, as in a list that is the wrong way round."""
+    rates = np.array(sorted({*BAD_RATES, *GOOD_RATES}))
+    one = np.where(rates == NEVER, 0.5, 0.5 / (len(rates) - 1))
+    p, q, weight = _pairs()
+    return np.concatenate([rates, p]), np.concatenate([rates, q]), np.concatenate([one, weight]) / 2

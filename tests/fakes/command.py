@@ -21,13 +21,13 @@ def workload(way: str, argument: Path | str = "") -> list[str]:
 
 
 @contextmanager
-def started(store: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+def started(store: Path, *arguments: str, module: str = "sweeper") -> Iterator[subprocess.Popen[str]]:
     """The command, running, with a store of its own and no tracking, in the directory that holds the store.
 
     Whatever becomes of the test, the command has ended afterwards, and its leash ends what it started.
     """
     process = subprocess.Popen(
-        [sys.executable, "-m", "sweeper", *arguments, f"store={store}", "tracking=none"],
+        [sys.executable, "-m", module, *arguments, f"store={store}", "tracking=none"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
