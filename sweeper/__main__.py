@@ -60,7 +60,8 @@ def compose(arguments: list[str], carry_out: Callable[[Sequence[DictConfig]], Re
 
     from sweeper.complaints import sentence
 
-    arguments = [_hydras(word) for word in arguments]
+    words = (_hydras(word) for given in arguments for word in _start(given))
+    arguments = list(dict.fromkeys(words))
     if {"-m", "--multirun"} & set(arguments):
         # argparse reads no setting that follows a flag which itself follows a setting
         arguments = ["-m", *(word for word in arguments if word not in ("-m", "--multirun"))]
@@ -88,6 +89,15 @@ def compose(arguments: list[str], carry_out: Callable[[Sequence[DictConfig]], Re
         except KeyboardInterrupt:
             return INTERRUPTED
     return status
+
+
+def _start(word: str) -> list[str]:
+    """cache=cold,foreign:cu128, one factor to a person, is cache=cold,foreign cache_from=cu128 to Hydra."""
+    name, _, value = word.partition("=")
+    if name != "cache" or ":" not in value:
+        return [word]
+    states, sources = zip(*(level.partition(":")[::2] for level in value.split(",")), strict=True)
+    return [f"cache={','.join(dict.fromkeys(states))}", f"cache_from={','.join(filter(None, dict.fromkeys(sources)))}"]
 
 
 def _hydras(word: str) -> str:

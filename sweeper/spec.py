@@ -116,8 +116,8 @@ class Run:
     @property
     def cell_id(self) -> str:
         """Identity of the cell (hex): all that a run computes from, less the number of the repeat."""
-        state, donor = self.cell["cache"], self.donor()
-        start = f"{state} {donor.snapshot_key()}" if donor and state != caches.WARM else state
+        donor = self.donor()
+        start = f"{self.state} {donor.snapshot_key()}" if donor and self.state != caches.WARM else self.state
         copy = {COPY: True} if COPY in self.cell else {}
         return _hash({**self.facts, "cache": start, "role": self.role, **copy})
 
@@ -156,16 +156,20 @@ class Run:
         place = {"machine": machine.kind(), "compilers": caches.compiler_settings()}
         return _hash({**self.facts, "settings": settings, **place})
 
+    @property
+    def state(self) -> str:
+        """The cache state that the run starts from: cold, warm, foreign or standalone."""
+        return self.cell["cache"].partition(":")[0]
+
     def donor(self) -> Run | None:
         """The run whose caches this one starts with; None where it starts with none (cache=cold)."""
-        state = self.cell["cache"]
-        if state == caches.COLD:
+        if self.state == caches.COLD:
             return None
         prime = self.prime()
-        if state == caches.STANDALONE:
+        if self.state == caches.STANDALONE:
             alone = self.workload.standalone
             return replace(prime, workload=replace(self.workload, argv=alone), facts=prime.facts | {"argv": alone})
-        if state == caches.FOREIGN and self.cache_wheel:
+        if self.state == caches.FOREIGN and self.cache_wheel:
             wheel = self.cache_wheel
             cell, facts = prime.cell | {"wheel": wheel.name}, prime.facts | {"wheel": wheel.fingerprint}
             return replace(prime, wheel=wheel, cell=cell, facts=facts)
@@ -181,7 +185,7 @@ class Run:
             train = settings["train"]
             train |= {"steps": min(train["steps"], train["steady_after"] + 2), "save_every": 0}
             settings["eval"] |= {"prompts": [], "every": 0}
-        cell = {name: level for name, level in self.cell.items() if name != "cache_from"} | {"cache": caches.COLD}
+        cell = self.cell | {"cache": caches.COLD}
         return replace(self, cell=cell, spec=spec, facts=facts, repeat=1, role="prime", skip="", cache_wheel=None)
 
     def again(self) -> Run:
@@ -209,11 +213,7 @@ def read(configs: Sequence[DictConfig], failures: Mapping[str, str] | None = Non
                 raise SettingError(name, f"{first},{value}", "must be the same in every cell")
     options[0].check()
     swept = _swept(configs)
-    runs = [_run(config, swept, options[0], failures or {}) for config in configs]
-    level = configs[0].hydra.runtime.choices.get(CACHE_FROM)
-    if level and not any(run.cell["cache"] == caches.FOREIGN for run in runs):
-        raise SettingError("cache_from", level, "only cache=foreign starts from another wheel's caches")
-    return options[0], runs
+    return options[0], [_run(config, swept, options[0], failures or {}) for config in configs]
 
 
 def _options(config: DictConfig) -> Options:
@@ -274,12 +274,12 @@ def _run(config: DictConfig, swept: Iterable[str], options: Options, failures: M
         if level is None:
             raise SettingError("cache_from", "null", "cache=foreign needs the wheel level whose caches it starts from")
         cache_wheel = wheels.resolve(str(level), settings["cache_from"], options.wheels, failures)
-        cell["cache_from"] = cache_wheel.name
-    if cell["cache"] == caches.STANDALONE and not workload.standalone:
+        cell["cache"] = f"{caches.FOREIGN}:{cache_wheel.name}"  # one factor: a source means nothing to other levels
+    elif cell["cache"] == caches.STANDALONE and not workload.standalone:
         raise SettingError("workload.standalone", "[]", "cache=standalone needs a command that fills the caches")
     skip = ""
     if cache_wheel and cache_wheel.fingerprint == wheel.fingerprint:
-        skip = f"cache_from={cache_wheel.name} is the run's own wheel; that is cache=warm"
+        skip = f"{cell['cache']} is the run's own wheel; that is cache=warm"
     if workload.is_trainer and spec["compile"] == "triton":
         skip = "needs CUDA" if spec["device"] == "cpu" else "the Triton kernel is not part of this version"
     return Run(

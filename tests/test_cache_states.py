@@ -1,6 +1,7 @@
 """What cold, warm, foreign and standalone runs start from, in whole runs of a made-up job that compiles."""
 
 import errno
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -45,7 +46,8 @@ def wheel(folder: Path, name: str) -> Wheel:
 
 
 def job(wheel: Wheel, cache: str, source: Wheel | None = None, graphs: tuple[str, ...] = ("a", "b")) -> spec.Run:
-    cell = {"wheel": wheel.name, "cache": cache, "compile": "locked", "split": "1t1d", "isolation": "threads"}
+    state = f"{cache}:{source.name}" if source else cache
+    cell = {"wheel": wheel.name, "cache": state, "compile": "locked", "split": "1t1d", "isolation": "threads"}
     given = spec.Workload(
         "command", ("{python}", COMPILER, "{out}", *graphs), standalone=("{python}", COMPILER, "{out}", graphs[0])
     )
@@ -66,7 +68,7 @@ def test_foreign_starts_from_the_caches_of_another_wheel_and_finds_nothing_there
     during, ours, theirs = session(tmp_path / "store"), wheel(tmp_path, "cu130"), wheel(tmp_path, "cu128")
     told = done(job(ours, "foreign", theirs), during)
     assert told["verdict"] == "ok", "a foreign cache is no fault of the run"
-    assert (told["cache"]["requested"], told["cache"]["proved"]) == ("foreign", "mixed")
+    assert (told["cache"]["requested"], told["cache"]["proved"]) == ("foreign:cu128", "mixed")
     assert told["cache"]["layers"]["fxgraph"] | {"bytes_before": 0, "bytes_after": 0} == {
         **{"files_before": 2, "files_after": 4, "bytes_before": 0, "bytes_after": 0},
         **{"hits": 0, "misses": 2, "bypasses": 0, "guard_misses": 0},
@@ -245,7 +247,8 @@ def test_a_warm_up_command_of_ones_own(tmp_path: Path) -> None:
     [
         (["cache=foreign"], "cache_from=null: cache=foreign needs the wheel level"),
         (["cache=foreign", "cache_from=nosuch"], "cache_from=nosuch: unknown level; known: "),
-        (["cache_from=current"], "cache_from=current: only cache=foreign"),
+        (["cache=foreign:nosuch"], "cache_from=nosuch: unknown level; known: "),
+        (["cache=frozen:current"], "cache=frozen: unknown level; known: "),
         (["cache=standalone"], "workload.standalone=[]: cache=standalone needs a command"),
     ],
 )
@@ -256,9 +259,13 @@ def test_a_start_that_cannot_be_had_is_one_sentence(tmp_path: Path, words: list[
     assert done.stderr.count("\n") == 1
 
 
-def test_the_runs_own_wheel_is_no_foreign_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("words", [["cache=cold,foreign:current"], ["cache=cold,foreign", "cache_from=current"]])
+def test_where_foreign_comes_from_is_a_level_of_the_one_factor(tmp_path: Path, words: list[str]) -> None:
+    """And the run's own wheel is no foreign one."""
     store = tmp_path / "store"
-    done = sweeper(store, "-m", *workload("ok"), "cache=foreign,cold", "cache_from=current")
+    done = sweeper(store, "-m", *workload("ok"), *words)
     assert done.returncode == 0
-    assert only(store, "-foreign-")["reason"] == "cache_from=current is the run's own wheel; that is cache=warm"
-    assert "cache_from" not in next(path.read_text() for path in store.glob("runs/*-cold-*/run.json"))
+    assert only(store, "-foreign-current-")["reason"] == "foreign:current is the run's own wheel; that is cache=warm"
+    cells = [json.loads(path.read_text())["cell"] for path in store.glob("runs/*/run.json")]
+    assert sorted(cell["cache"] for cell in cells) == ["cold", "foreign:current"]
+    assert cells[0].keys() == cells[1].keys()

@@ -18,7 +18,7 @@ LEAST_REPEATS, MOST_REPEATS = 3, 30  # that are asked of a reader at once
 UNEQUAL = 0.01  # p-value below which exposed runs are said to fail unequally often
 COMMAND = "    python -m sweeper "
 # Words of a sweep's command that the commands proposed here say anew or must not repeat.
-SAID_ANEW = ("repeat", "until", "aa", "rerun", "dry")
+SAID_ANEW = ("repeat", "until", "aa", "rerun", "dry", "wheel@cache_from")
 
 
 def conclude(
