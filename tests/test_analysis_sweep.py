@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 from fakes.command import runs, sweeper, workload
 
+from dflash.settings import SettingError
 from sweeper.analysis.__main__ import main
+from sweeper.spec import Options
 
 
 def test_a_sweep_ends_with_its_conclusion(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -30,34 +33,30 @@ def test_the_first_cell_can_be_run_twice_in_each_block(tmp_path: Path) -> None:
     store = tmp_path / "store"
     done = sweeper(store, "-m", *workload("ok"), "compile=locked,whole", "repeat=2", "aa=true")
     assert len(runs(store)) == 6
-    assert sum("aa=again" in name for name in runs(store)) == 2
+    cells = [json.loads(path.read_text())["cell"] for path in store.glob("runs/*/run.json")]
+    assert [cell["compile"] for cell in cells if "aa" in cell] == ["locked", "locked"]
     assert "The first cell run twice: " in done.stdout
-    sweeper(store, "-m", *workload("ok"), "compile=locked,whole", "repeat=2")
-    assert len(runs(store)) == 6, "the cells are the same with and without it"
+    plan = sweeper(store, "-m", *workload("ok"), "compile=locked,whole", "repeat=2", "dry=true")
+    assert "4 runs, 4 done" in plan.stdout, "the cells are the same with and without it"
 
 
 def test_blocks_are_run_until_the_answer_is_known(tmp_path: Path) -> None:
     store = tmp_path / "store"
-    command = ["-m", *workload("ok"), "compile=locked,whole", "repeat=7"]
-    done = sweeper(store, *command, "until=ci<9000%")
+    done = sweeper(store, "-m", *workload("ok"), "compile=locked,whole", "repeat=7", "until=ci<9000%")
     assert done.returncode == 0, done.stderr
     assert len(runs(store)) == 10
     assert "Stopped after 5 blocks" in done.stdout
-    assert sweeper(store, *command, "until=9000%").stdout == done.stdout
-    assert len(runs(store)) == 10
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("until", "repeat", "said"),
     [
-        (["until=soon", "repeat=9"], "until=soon: must be none, or a width such as ci<5%"),
-        (["until=ci<0%", "repeat=9"], "until=ci<0%: must be none, or a width such as ci<5%"),
-        (["until=ci<5%"], "until=ci<5%: needs repeat=5 or more"),
+        ("soon", 9, "until=soon: must be none, or a width such as ci<5%"),
+        ("ci<0%", 9, "until=ci<0%: must be none, or a width such as ci<5%"),
+        ("ci<5%", 1, "until=ci<5%: needs repeat=5 or more, the most blocks that may be run"),
     ],
 )
-def test_what_until_cannot_mean_is_said_at_once(tmp_path: Path, words: list[str], said: str) -> None:
-    done = sweeper(tmp_path / "store", *workload("ok"), *words)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert said in done.stderr
-    assert len(done.stderr.splitlines()) == 1
-    assert not (tmp_path / "store").exists()
+def test_what_until_cannot_mean_is_said_at_once(until: str, repeat: int, said: str) -> None:
+    with pytest.raises(SettingError, match=f"^{re.escape(said)}$"):
+        Options(until=until, repeat=repeat).check()
+    assert (Options(until="ci<5%").width, Options(until="2.5%").width, Options().width) == (0.05, 0.025, None)
