@@ -246,9 +246,7 @@ def test_a_warm_up_command_of_ones_own(tmp_path: Path) -> None:
     ("words", "said"),
     [
         (["cache=foreign"], "cache_from=null: cache=foreign needs the wheel level"),
-        (["cache=foreign", "cache_from=nosuch"], "cache_from=nosuch: unknown level; known: "),
         (["cache=foreign:nosuch"], "cache_from=nosuch: unknown level; known: "),
-        (["cache=frozen:current"], "cache=frozen: unknown level; known: "),
         (["cache=standalone"], "workload.standalone=[]: cache=standalone needs a command"),
     ],
 )
