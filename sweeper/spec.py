@@ -58,7 +58,6 @@ class Options:
     rerun: str = "none"
     strict: bool = False
     verbose: bool = False
-    experiment: str = "dflash"
     grace: float = 10.0
     budget: dict[str, float] = field(default_factory=dict)
     tracking: dict[str, Any] = field(default_factory=dict)
@@ -137,7 +136,7 @@ class Run:
 
     def slug(self, attempt: int) -> str:
         """Name of the run's directory: readable, safe in a shell, at most 120 characters."""
-        words = re.sub(r"[^A-Za-z0-9.=]+", "-", self.label.split(" #")[0])[:80].strip("-.")
+        words = re.sub(r"[^A-Za-z0-9.]+", "-", self.label.split(" #")[0])[:80].strip("-.")
         return f"{words}-{self.identity[:12]}-r{self.repeat}.a{attempt}"
 
     def snapshot_key(self) -> str:
@@ -220,6 +219,9 @@ def _options(config: DictConfig) -> Options:
     given = {name: config[name] for name in Options.__dataclass_fields__ if name != "tracking"}
     plain: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Options), given))
     tracking: Any = OmegaConf.to_container(config.tracking, resolve=True)
+    if not isinstance(tracking["experiment"], str) or not tracking["experiment"]:
+        value = "null" if tracking["experiment"] is None else tracking["experiment"]
+        raise SettingError("tracking.experiment", value, "must be a name, it may not be null")
     return replace(plain, tracking={"name": config.hydra.runtime.choices["tracking"], **tracking})
 
 

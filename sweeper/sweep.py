@@ -243,7 +243,7 @@ def opened(plan: Plan, options: spec.Options, interrupts: Interrupts) -> Iterato
     interrupts.on_first = lambda: screen.note(
         "stopping this run; the rest stays for the next start; once more to end at once"
     )
-    tracker = tracking.make({**options.tracking, "experiment": options.experiment}, options.folder)
+    tracker = tracking.make(options.tracking, options.folder)
     try:
         for closed in store.reconcile(options.folder):
             screen.note(f"{closed.name}: its harness died; verdict killed")
@@ -276,8 +276,8 @@ def conclude(runs: Iterable[spec.Run], session: run.Session, why: str = "") -> d
     `why` tells why no more blocks were run.
     """
     from sweeper.analysis.conclude import conclude as analysed
-    from sweeper.analysis.conclude import sentences
     from sweeper.analysis.records import read
+    from sweeper.analysis.sentences import sentences
     from sweeper.report import table
 
     # What a repeat or a rerun left on disk is what counts, whoever made it.

@@ -80,7 +80,7 @@ def test_what_is_computed_is_the_identity(tmp_path: Path, model: Path, chats: Pa
     "changed",
     [
         ["tracking=none"],
-        ["experiment=other"],
+        ["tracking.experiment=other"],
         ["verbose=true"],
         ["budget.train=7"],
         ["grace=1"],
