@@ -22,8 +22,9 @@ from scipy import stats
 
 from sweeper.analysis import __main__ as command
 from sweeper.analysis import attribution, confounders, effects, failures, stopping
-from sweeper.analysis.conclude import conclude, sentences
+from sweeper.analysis.conclude import conclude
 from sweeper.analysis.records import Record, of_sweep, read
+from sweeper.analysis.sentences import sentences
 
 RACE = "compile.fx_trace_race"
 DEFAULTS = {"compile": "locked", "cache": "cold"}

@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 
 from sweeper import help
-from sweeper.analysis.conclude import conclude, sentences
+from sweeper.analysis.conclude import conclude
 from sweeper.analysis.records import of_store, of_sweep
+from sweeper.analysis.sentences import sentences
 from sweeper.report.table import read_json
 
 BAD_INPUT = 2
