@@ -33,6 +33,7 @@ usage: sweeper [-m] [-v] [key=value ...]          (or: python -m sweeper ...)
   sweeper                                         train one drafter with the defaults
   sweeper -m compile=locked,whole cache=warm,cold a run for each combination; start it again to resume
   sweeper -m compile=locked,unlocked repeat=5     five repeats of each cell, in shuffled blocks
+  sweeper -m compile=locked,whole repeat=20 'until=ci<5%' aa=true    until the difference is known, and the noise
   sweeper -m compile=locked,whole dry=true        the plan: order, what is done, estimated time
   sweeper -m compile=locked,whole rerun=failed    do failed runs again
   sweeper drafter.layers=5 data.path=my.jsonl     any setting of the trainer, listed below
