@@ -166,16 +166,14 @@ def test_a_sweep_goes_on_where_an_environment_cannot_be_had(sources: Sources, sh
         verdict, log, run = found[version]
         assert verdict["verdict"] == "failed"
         assert verdict["signature"]["cause"] == cause
-        assert evidence in verdict["signature"]["evidence"]
+        assert evidence in verdict["reason"]
         assert evidence in log
         assert verdict["reason"].startswith("wheel pins could not be built: ")
         assert run["argv"] == []
-    again = sweeper(store, *cells)
-    assert "4 of 4 runs are done already" in again.stderr
-    assert "building" not in again.stderr
     packages.torch(shelf, "9.9.0")
     mended = sweeper(store, *cells, "rerun=env.wheel_unavailable")
-    assert "building torch==9.9.0" in mended.stderr
+    assert "3 of 4 runs are done already" in mended.stderr
+    assert re.findall(r"building (.*)", mended.stderr) == ["torch==9.9.0"]
     assert "9.9.0" in {(folder / "child.log").read_text().strip() for folder in (store / "runs").iterdir()}
 
 

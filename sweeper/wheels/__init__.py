@@ -248,8 +248,10 @@ def python(folder: Path) -> Path:
 
 def brief(failure: str) -> str:
     """Why an environment could not be built, in one line."""
-    lines = failure.splitlines()
-    return f"{lines[0]}: {lines[-1].strip()}"
+    title, *said = [line.strip() for line in failure.splitlines()]
+    errors = [number for number, line in enumerate(said) if line.startswith("error: ")]
+    # uv tells an error with its causes, a line or more each; of anything else the last line is the reason.
+    return f"{title}: {' '.join(said[errors[0] if errors else -1 :])}"[:600]
 
 
 def mark_used(wheel: Wheel) -> None:

@@ -182,7 +182,7 @@ def _step(title: str, argv: Sequence[str], part: Path, interrupted: Callable[[],
     before = log.stat().st_size if log.exists() else 0
     # Proxies, certificates and the place of uv's cache are in the user's variables: it sees them all, as in a shell.
     env = {name: value for name, value in os.environ.items() if name not in FOREIGN}
-    env |= {"PYTHONFAULTHANDLER": "1", "NO_COLOR": "1", supervisor.RUN_MARK: str(part)}
+    env |= {"PYTHONFAULTHANDLER": "1", "NO_COLOR": "1", "COLUMNS": "10000", supervisor.RUN_MARK: str(part)}
     silence = dict.fromkeys(supervisor.STAGES, SILENCE_S)
     outcome = supervisor.supervise(argv, part, env, budget=silence, grace=5.0, interrupted=interrupted)
     if outcome.ended_by == "interrupt":
