@@ -369,7 +369,7 @@ def test_the_list_says_what_each_is_made_from_its_size_and_its_use(tmp_path: Pat
     assert first["bytes"] > sum(map(len, WHOLE.values()))
     assert first["last_used"] > second["last_used"] == second["made"]
     assert main(["list", "--store", str(tmp_path)]) == 0
-    assert "1 runs: warm-r1.a1" in capsys.readouterr().out
+    assert "1 run: warm-r1.a1" in capsys.readouterr().out
 
 
 def test_prune_removes_remnants_alone_unless_told_more(tmp_path: Path, capsys) -> None:

@@ -95,17 +95,19 @@ def _told(one: Snapshot) -> list[str]:
         lines[0] += f"  {one.state.upper()}"
     wheel, device, settings = made.get("wheel") or {}, made.get("device") or {}, made.get("settings") or {}
     cell = " ".join(f"{factor}={level}" for factor, level in (made.get("cell") or {}).items())
-    drafter = " ".join(f"{k}={v}" for k, v in (settings.get("drafter") or {}).items() if v is not None)
-    versions = wheel.get("versions") or {}
+    drafter, versions = settings.get("drafter") or {}, wheel.get("versions") or {}
+    rows = [(settings.get(section) or {}).get(name) for section, name in (("train", "rows"), ("data", "row_tokens"))]
+    runs = f"{len(one.used_by)} run{'s' if len(one.used_by) != 1 else ''}"
     facts = {
         "made": f"{_when(one.made)} by {made['run']}" if made.get("run") else _when(one.made),
+        "command": " ".join(map(str, made.get("command") or ())),
         "cell": cell,
         "wheel": " ".join(f"{name} {versions[name]}" for name in ("python", "torch", "triton") if name in versions),
         "device": " ".join(map(str, device.get("gpus") or [device.get("device") or ""])),
-        "drafter": drafter,
-        "used": f"{_when(one.last_used)}, {len(one.used_by)} runs: {', '.join(one.used_by)}"
-        if one.used_by
-        else "never",
+        "drafter": " ".join(f"{name}={value}" for name, value in drafter.items() if value is not None),
+        "rows": f"{rows[0]} of {rows[1]} tokens" if None not in rows else "",
+        "target": str((settings.get("target") or {}).get("model") or ""),
+        "used": f"{_when(one.last_used)}, {runs}: {', '.join(one.used_by)}" if one.used_by else "never",
         "in use": one.busy,
     }
     return lines + [f"  {name:8} {text}" for name, text in facts.items() if text]

@@ -98,7 +98,7 @@ def donate(store: Path, key: str, caches: Path, made_from: dict[str, Any]) -> bo
         }
         manifest = {"layout": LAYOUT, "key": key, "made": time.time(), "from": made_from, "files": files}
         with open(part / MANIFEST, "w", encoding="utf-8") as file:
-            file.write(json.dumps(manifest, indent=1, sort_keys=True, default=str) + "\n")
+            file.write(json.dumps(manifest, indent=1, default=str) + "\n")
             file.flush()
             os.fsync(file.fileno())
         os.rename(part, target)
