@@ -1,6 +1,6 @@
 """How often does `python -m sweeper.bisect` name the right level, and with how many runs? Simulated histories.
 
-    python benchmarks/first_bad.py --histories 1000 --json benchmarks/results/first-bad.json
+    python benchmarks/first_bad.py --histories 400 --json benchmarks/results/first-bad.json
 
 A history is a list of 2 to 64 levels with one change at a random place. Its runs are drawn, not done: a run before
 the change shows the symptom with rate q, one after it with rate p; or it has a speed whose logarithm is normal, now
@@ -65,7 +65,7 @@ KINDS = [
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--histories", type=int, default=1000, help="of each kind")
+    parser.add_argument("--histories", type=int, default=400, help="of each kind")
     parser.add_argument("--error", type=float, default=0.01)
     parser.add_argument("--most", type=int, default=200, help="runs a history may use")
     parser.add_argument("--jobs", type=int, default=1)
@@ -86,7 +86,8 @@ def main() -> None:
                 flush=True,
             )
     if options.json:
-        options.json.write_text(json.dumps({**vars(options), "json": None, "kinds": rows}, indent=1) + "\n")
+        told = {name: getattr(options, name) for name in ("histories", "error", "most")}
+        options.json.write_text(json.dumps({**told, "kinds": rows}, indent=1) + "\n")
 
 
 def row(kind: History, found: list[tuple[str, int]]) -> dict[str, float | str | int]:

@@ -108,6 +108,11 @@ def _hydras(word: str) -> str:
         return f"wheel@{word}"
     if word.startswith("until="):  # its grammar knows no < outside of quotes
         return f"until='{word[6:].strip(chr(39))}'"
+    name, _, value = word.partition("=")
+    pieces = value.split(",")
+    if re.match(r"(args|workload\.env)\.", name) and all(re.fullmatch(r"[\w.:/+-]+", piece) for piece in pieces):
+        # What a command is told is text as it was written: no 1e5 for a commit, no true for True.
+        word = f"{name}={','.join(map(repr, pieces))}"
     # The names below fanout and args are the user's own, as are a command's variables, and a wheel's file gives only
     # the pins that it means; Hydra sets a key that no file has only where told that it is new.
     return f"++{word}" if re.match(r"(fanout|args)[.=]|(wheel|workload\.env)\.", word) else word

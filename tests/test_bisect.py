@@ -235,11 +235,10 @@ def test_a_question_that_cannot_be_asked_is_refused(words: list[str], said: str)
         parse(words)
 
 
-def test_levels_of_a_command_are_text() -> None:
-    question, rest = parse(["factor=args.commit", "levels=1e5,12345", "-m", "slower=5%", "seed=3"])
-    assert question.override == "args.commit='1e5','12345'"
-    assert (question.slower, rest) == (0.05, ["seed=3"])
-    assert parse(["factor=optim.lr", "levels=1e-3,2e-3"])[0].override == "optim.lr=1e-3,2e-3"
+def test_the_rest_of_the_words_are_settings() -> None:
+    question, rest = parse(["factor=args.commit", "levels=1e5,12345", "-m", "slower=5%", "most=7", "seed=3"])
+    assert question == Question("args.commit", "1e5,12345", slower=0.05, most=7)
+    assert rest == ["seed=3"]
 
 
 SCRIPT = """

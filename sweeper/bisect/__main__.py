@@ -56,7 +56,7 @@ def main() -> None:
     except SettingError as error:
         print(f"sweeper.bisect: {error}", file=sys.stderr)
         sys.exit(BAD_INPUT)
-    sys.exit(compose(["-m", *rest, question.override], lambda configs: bisect(configs, question)))
+    sys.exit(compose(["-m", *rest, f"{question.factor}={question.levels}"], lambda configs: bisect(configs, question)))
 
 
 def bisect(configs: Sequence[DictConfig], question: Question) -> sweep.Result:

@@ -15,8 +15,6 @@ from sweeper.store import Attempt
 
 BAD = ("failed", "hung", "killed")
 GOOD = ("ok", "degraded")
-# A word of a command line that Hydra may take for a number; as an argument of a command it is text.
-PLAIN = re.compile(r"[\w.+-]+")
 FINGERPRINT = re.compile(r"[0-9a-f]{12}")
 
 
@@ -44,15 +42,6 @@ class Question:
     @property
     def symptom(self) -> str:
         return f"slower by {self.slower:.3g}" if self.slower is not None else self.signature or "any failure"
-
-    @property
-    def override(self) -> str:
-        """The factor with its levels, as Hydra reads them."""
-        levels = self.levels
-        if self.factor.startswith(("args.", "workload.env.")):
-            words = levels.split(",")
-            levels = ",".join(f"'{word}'" if PLAIN.fullmatch(word) else word for word in words)
-        return f"{self.factor}={levels}"
 
     def read(self, attempt: Attempt) -> Result:
         """What a finished attempt says. A run whose command never started tells nothing, whatever its verdict."""
