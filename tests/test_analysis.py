@@ -114,6 +114,13 @@ def test_only_measurements_count_as_speed() -> None:
     assert pairs == {"compile": 4, "cache": 2}, "a mixed cache is no warm one, but compile may be compared under it"
 
 
+def test_a_start_that_is_mixed_by_nature_is_compared() -> None:
+    runs = swept(grid(cache=["cold", "foreign:cu128"]), 3)
+    runs = [replace(run, proved="cold" if run.levels["cache"] == "cold" else "mixed") for run in runs]
+    (effect,) = effects.main_effects(runs, DEFAULTS)
+    assert effect.pairs == 3
+
+
 def test_pairs_that_did_not_run_side_by_side_are_told() -> None:
     runs = swept(grid(compile=["locked", "whole"]), 3)
     later = [replace(run, sweep="later") if run.levels["compile"] == "whole" else run for run in runs]

@@ -23,6 +23,7 @@ import numpy as np
 from scipy.special import stdtrit
 
 from sweeper.analysis.records import Record
+from sweeper.caches import COLD, WARM
 
 CONFIDENCE = 0.95
 
@@ -172,12 +173,16 @@ def _by_rest(records: Sequence[Record], factors: tuple[str, ...]) -> dict[Any, d
     """Runs that measured speed: {(the other factors' levels, block): {levels of `factors`: run}}."""
     found: dict[Any, dict[tuple[str, ...], Record]] = {}
     for record in records:
-        # What a cache did for a run that was neither proved cold nor warm is not known.
-        if record.copy or not record.speed or ("cache" in factors and record.proved == "mixed"):
+        if record.copy or not record.speed or ("cache" in factors and _spoilt(record)):
             continue
         rest = tuple(level for factor, level in sorted(record.levels.items()) if factor not in factors)
         found.setdefault((rest, record.block), {})[tuple(record.levels[factor] for factor in factors)] = record
     return found
+
+
+def _spoilt(record: Record) -> bool:
+    """Whether a run was neither cold nor warm that should have been; foreign and standalone are mixed by nature."""
+    return record.proved == "mixed" and record.levels["cache"] in (COLD, WARM)
 
 
 def _effect(
