@@ -40,6 +40,7 @@ usage: sweeper [-m] [-v] [key=value ...]          (or: python -m sweeper ...)
   sweeper split=1t2d fanout.a.drafter.block=8 fanout.b.drafter.block=16     two drafters on one stream of features
   sweeper -m +experiment=incident wheel=cu128,cu130    the incident replayed: what fails, how often, what cures it
   sweeper -m workload=command 'workload.argv=["{python}",train.py,--lr,"{args.lr}"]' args.lr=0.1,0.01    any command
+  python -m sweeper.bisect --help                 which torch, commit, value of an ordered list is the first bad one
 """
 NOTES = """\
 exit status: 0 every planned run has a verdict, 2 a setting cannot work, 3 strict=true and some run is not ok,

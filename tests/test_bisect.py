@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fakes import packages
 from fakes.command import started, until
 from hydra import compose, initialize_config_dir
 from hypothesis import given, settings
@@ -320,6 +321,27 @@ def test_a_bisect_that_was_killed_goes_on(store: Path) -> None:
     assert not any(name.split("-r")[0][-12:] in {one[:12] for one in finished} for name in repeated)
 
 
+def test_only_wheels_that_are_run_are_built(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UV_CACHE_DIR", str(store.parent / "uv"))
+    shelf = store.parent / "shelf"
+    packages.rest(shelf)
+    versions = [f"2.{minor}.0" for minor in range(80, 90)]
+    for version in versions:
+        if version != "2.85.0":  # which cannot be had
+            packages.torch(shelf, version)
+    code = "import sys, torch; sys.exit(int(torch.__version__ >= \\'2.86\\'))"
+    words = ["factor=wheel.torch", f"levels={','.join(versions)}", "wheel=pins", "workload=command"]
+    words += [f"workload.argv=['{{python}}','-c','{code}']", f"wheels.dir={store}/wheels"]
+    done = bisect(store, *words, f"wheels.find_links=['{shelf}']", "wheels.index=[]")
+    assert done.returncode == 0, done.stderr
+    assert "The first bad wheel.torch is one of 2.85.0, 2.86.0: 2.84.0 is good" in done.stdout
+    assert "Stepped over: 2.85.0 (failed env.wheel_unavailable)" in done.stdout
+    built = re.findall(r"building torch==(\S+)", done.stderr)
+    assert {"2.80.0", "2.84.0", "2.85.0", "2.86.0", "2.89.0"} <= set(built)
+    assert len(set(built)) < len(versions)
+    assert len(built) == len(set(built)), "none is built twice"
+
+
 @pytest.mark.parametrize(
     ("levels", "more", "said"),
     [
@@ -327,6 +349,7 @@ def test_a_bisect_that_was_killed_goes_on(store: Path) -> None:
         (["1", "2", "1"], [], "1 and 1 mean the same run"),
         (["1", "2"], ["repeat=3"], "decides by itself how often"),
         (["1", "2"], ["rerun=failed"], "uses what is done"),
+        (["1", "2"], ["aa=true"], "measures the spread"),
         (["1 cache=cold", "2 cache=warm"], [], "must be one level: a bisect varies args.n alone"),
     ],
 )

@@ -77,7 +77,8 @@ def bisect(configs: Sequence[DictConfig], question: Question) -> sweep.Result:
     with sweep.Interrupts() as interrupts, sweep.opened(_plan(cells, question), options, interrupts) as session:
         session.display.total = 0  # nobody knows how many it will be
         while not isinstance(following, Answer) and not interrupts.look():
-            if cells[following].wheel.unbuilt:
+            wheel = cells[following].wheel
+            if wheel.unbuilt and not wheel.failure:
                 # Only of levels that are run: an environment takes minutes and gigabytes.
                 failures |= sweep.build_wheels(_plan([cells[following]], question), options, interrupts)
                 cells = spec.read(configs, failures)[1]
@@ -131,6 +132,8 @@ def _names(cells: Sequence[spec.Run], options: spec.Options, question: Question)
         raise SettingError("repeat", options.repeat, "a bisect decides by itself how often a level runs")
     if options.rerun != "none":
         raise SettingError("rerun", options.rerun, "a bisect uses what is done; take another store= to begin anew")
+    if options.aa:
+        raise SettingError("aa", "true", "a bisect measures the spread of each level by itself")
     if len(cells) < 2:
         raise SettingError("levels", question.levels, "must be at least two levels, in order")
     for name in cells[0].cell:
