@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -27,23 +28,22 @@ def can_shrink_shm() -> bool:
 
 @pytest.fixture(scope="module")
 def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
-    """One sweep whose cells differ in what breaks: verdicts by cause."""
-    store = tmp_path_factory.mktemp("injected") / "store"
+    """Two sweeps side by side, whose cells differ in what breaks: verdicts by cause."""
     causes = [cause for cause in WAYS if cause != "memory.shm_exhausted" or can_shrink_shm()]
-    cells = ",".join(f"['{{python}}','{BROKEN}',{cause},'{{out}}']" for cause in causes)
-    done = sweeper(
-        store,
-        "-m",
-        "workload=command",
-        f"workload.argv={cells}",
-        "budget.train=2",
-        "budget.warmup=15",
-        "grace=1",
-        seconds=300,
-    )
-    assert done.returncode == 0, done.stderr
+    stores = [tmp_path_factory.mktemp("injected") / "store" for _ in range(2)]
+
+    def sweep(number: int) -> subprocess.CompletedProcess[str]:
+        cells = ",".join(f"['{{python}}','{BROKEN}',{cause},'{{out}}']" for cause in causes[number::2])
+        words = ["-m", "workload=command", f"workload.argv={cells}", "budget.train=2", "budget.warmup=15", "grace=1"]
+        return sweeper(stores[number], *words, seconds=300)
+
+    with ThreadPoolExecutor() as pool:
+        for done in pool.map(sweep, range(2)):
+            assert done.returncode == 0, done.stderr
     return {
-        json.loads((store / "runs" / name / "run.json").read_text())["argv"][2]: v for name, v in runs(store).items()
+        json.loads((store / "runs" / name / "run.json").read_text())["argv"][2]: verdict
+        for store in stores
+        for name, verdict in runs(store).items()
     }
 
 

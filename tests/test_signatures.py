@@ -11,8 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sweeper.signatures import classify, fingerprint, rules, stack_fingerprint
+from sweeper.signatures import classify, fingerprint, rules, stack_fingerprint, version
+from sweeper.signatures.__main__ import explained
+from sweeper.signatures.document import document
 from sweeper.signatures.prints import last_traceback, threads
+from sweeper.signatures.text import joined, read
 
 DATA = Path(__file__).parent / "data"
 
@@ -50,9 +53,10 @@ def test_and_are_named_in_the_middle_of_a_log(case: dict[str, str]) -> None:
     assert (match.cause if match else "unknown") in (case["cause"], "unknown" if case in MORE else "")
 
 
-def test_most_public_failures_of_other_words_are_named() -> None:
-    named = [match.cause for case in MORE if (match := classify(case["text"])) is not None]
-    assert len(named) >= 0.95 * len(MORE)
+def test_nearly_all_public_failures_of_other_words_are_named() -> None:
+    broken = [case for case in MORE if case["cause"] != "unknown"]
+    named = [case for case in broken if classify(case["text"]) is not None]
+    assert len(named) >= 0.95 * len(broken)
 
 
 @pytest.mark.parametrize("ordinary", texts("ordinary"), ids=lambda ordinary: ordinary["text"][:40])
@@ -345,3 +349,98 @@ def test_explain_loads_nothing_heavy() -> None:
     )
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert told.stdout.strip() == "[]"
+
+
+ERROR = "RuntimeError: CUDA error: an illegal memory access was encountered"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        f"step 1\n{ERROR}\n".encode(),
+        f"step 1\n{ERROR}\n".encode("utf-16"),
+        f"step 1\n{ERROR}\n".encode("utf-16-le"),
+        f"step 1\n{ERROR}\n".encode("utf-16-be"),
+        f"\ufeffstep 1\r\n{ERROR}\r\n".encode(),
+        f"\x1b[31m\x1b[1m{ERROR.replace('illegal', chr(27) + '[0millegal')}\x1b[0m\x1b[K\n".encode(),
+        f" 10%|#   |\r 20%|##  |\r{ERROR}\r 20%|##  |".encode(),
+        bytes(range(256)) * 40 + f"\n{ERROR}\n".encode() + bytes(range(256)) * 40,
+        f"{ERROR}\n".encode() + b"step 5 loss 4.2\n" * 100_000,
+        b"step 5 loss 4.2\n" * 100_000 + f"{ERROR}\n".encode(),
+        b"x" * 3_000_000 + f"\n{ERROR}\n".encode(),
+    ],
+    ids=["utf-8", "utf-16", "le", "be", "bom-crlf", "colours", "progress", "binary", "head", "tail", "long-line"],
+)
+def test_a_log_is_read_whatever_it_is_made_of(tmp_path: Path, data: bytes) -> None:
+    log = tmp_path / "log"
+    log.write_bytes(data)
+    for text in (read(log), joined(data)):
+        match = classify(text)
+        assert match is not None
+        assert (match.cause, match.evidence) == ("cuda.illegal_access", ERROR)
+
+
+@given(st.binary(max_size=3000))
+def test_rubbish_is_no_error_of_ours(data: bytes) -> None:
+    assert set(explained(joined(data))) == {"cause", "about", "evidence", "remedy", "fingerprint", "version", "source"}
+
+
+def test_an_empty_text_is_unknown_and_has_a_fingerprint() -> None:
+    assert explained("")["cause"] == "unknown"
+    assert len(explained("")["fingerprint"]) == 12
+
+
+ENDS = """[rank{rank}]: Traceback (most recent call last):
+[rank{rank}]:   File "{home}/{user}/proj{number}/train.py", line {line}, in main
+[rank{rank}]:     step(model)
+[rank{rank}]:   File "{home}/{user}/lib/python3.{number}/site-packages/torch/serialization.py", line {library}, in load
+[rank{rank}]:     return read(file)
+[rank{rank}]: OSError: [Errno 28] No space left on device: '{home}/{user}/a b/x.pt' on gpu-{rank}:{pid}, {size:.1f} GiB
+step {pid} took {seconds:.2f} s
+"""
+
+
+@given(PLACES, PLACES)
+def test_signature_of_a_log_does_not_change_with_place_and_time(one: dict, other: dict) -> None:
+    first, second = explained(ENDS.format(**one)), explained(ENDS.format(**other))
+    assert (first["cause"], first["fingerprint"]) == (second["cause"], second["fingerprint"])
+    assert first["cause"] == "host.disk_full"
+
+
+def test_the_fingerprint_is_of_the_traceback_that_holds_the_evidence() -> None:
+    place = {"day": 1, "pid": 7, "home": "/home", "user": "a", "number": 1, "line": 1, "library": 1}
+    log = ENDS.format(rank=1, size=1.0, seconds=1.0, **place)
+    later = (
+        "[rank2]: Traceback (most recent call last):\n" + '[rank2]:   File "/x/other.py", line 1, in f\nKeyError: 1\n'
+    )
+    assert explained(log)["fingerprint"] == explained(log + later)["fingerprint"]
+    assert explained(log)["fingerprint"] != explained(log.replace("train.py", "eval.py"))["fingerprint"]
+    assert explained(log)["fingerprint"] != explained(log.replace("OSError", "IOError"))["fingerprint"]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("cannot reach gpu-3.a.b:29500", "cannot reach n17.cluster:1234"),
+        ("peer node2<42830> closed", "peer gpu004.ds-a4<1> closed"),
+        ("host: node-17 failed", "host: alpha failed"),
+        ("user=bob has no quota", "user=alice has no quota"),
+        ("cannot open runs/a/b.pt", "cannot open out/other.pt"),
+        ("took 3 s for 5 GiB", "took 900 ms for 12 bytes"),
+        ("cuda:0 is busy", "cuda:12 is busy"),
+    ],
+)
+def test_what_varies_in_a_message_is_taken_out(one: str, other: str) -> None:
+    assert fingerprint(one) == fingerprint(other)
+
+
+def test_the_page_of_causes_is_true() -> None:
+    page = Path(__file__).parents[1] / "docs" / "SIGNATURES.md"
+    assert page.read_text() == document(), "write it anew: python -m sweeper.signatures document > docs/SIGNATURES.md"
+    for cause in rules():
+        assert f"\n## {cause}\n" in page.read_text()
+
+
+def test_every_signature_carries_the_version_of_its_rules() -> None:
+    assert version().count(".") == 1
+    assert explained("x")["version"] == version()

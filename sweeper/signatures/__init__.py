@@ -23,7 +23,7 @@ from sweeper.signatures.text import Line, lines, root_rank
 
 __all__ = ["Match", "Rule", "classify", "fingerprint", "root_of", "rule", "rules", "stack_fingerprint", "version"]
 
-LONGEST_TEXT = 1_000_000  # characters of a text that are searched: its first fifth and its end
+LONGEST_TEXT = 500_000  # characters of a text that are searched: its first fifth and its end
 LONGEST_EVIDENCE = 300  # characters of an evidence line
 
 

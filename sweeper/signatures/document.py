@@ -17,11 +17,19 @@ python -m sweeper.signatures explain child.log          # or - for standard inpu
   order of lines. What another cause *explains* is its echo, whatever the order.
 * A text that fits no rule is `unknown`, never a guess. Equal fingerprints group equal unknowns.
 * Prefixes of ranks and loggers, colours and progress bars are taken off first, and the source lines that a traceback
-  quotes are not read. Of a long log the first 0.2 MB and the last 0.8 MB are read.
+  quotes are not read. Of a long log the first 0.1 MB and the last 0.4 MB are read.
 * Every signature carries a version, here {version}: of the rules, then of fingerprints. Prints of two versions are not
   comparable.
 """
 _INJECTED = """
+## How well it holds
+Rules were written with tests/data/failures.jsonl and failures-tuning.jsonl in sight. Then three lots of public texts
+were gathered, in words that the rules had not seen (tests/data/failures-heldback.jsonl), and looked at once each
+before anything was changed: of 75 failures 54 were named right, 20 `unknown`, 1 named wrongly; of 16 texts without a
+cause 15 were `unknown`, 1 was named. Both mistakes were Docker's `"OOMKilled": false`. The rules have been mended
+since, so these texts prove nothing any more; tests/data/ordinary.jsonl holds logs and errors of users that must name
+nothing.
+
 ## Injected in tests
 Each of these causes was made to happen in a run of its own under the harness (tests/test_injected.py, or the test
 that is named), and the run ended in its signature. *By hand* means that the words were printed, not the fault made.

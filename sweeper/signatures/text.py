@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-HEAD, TAIL = 200_000, 800_000  # bytes of a long file that are read, from its start and from its end
+HEAD, TAIL = 100_000, 400_000  # bytes of a long file that are read, from its start and from its end
+LONGEST_LINE = 2_000  # characters; of a longer line the middle is left out
 TRACEBACK = "Traceback (most recent call last)"
 FRAME = re.compile(r'^\s*File "(?P<path>[^"\n]+)", line \d+(?:,)? in (?P<name>.+?)\s*$')
 
@@ -116,6 +117,10 @@ def root_rank(found: list[Line]) -> str:
 def _plain(text: str) -> Iterator[Line]:
     # What a carriage return, as a progress bar writes it, puts on top of each other are lines here.
     for raw in re.split(r"\r\n|\n|\r", _ANSI.sub("", text.replace("\0", ""))):
+        if not raw.strip():
+            continue
+        if len(raw) > LONGEST_LINE:
+            raw = f"{raw[: LONGEST_LINE // 2]} ... {raw[-LONGEST_LINE // 2 :]}"
         line, who, at = raw, "", None
         for pattern in _TIMES:
             if (time := pattern.search(raw[:120])) is not None:

@@ -19,11 +19,7 @@ def emit(out: Path, event: str, **fields: object) -> None:
 
 
 def attention_dense_fallback(out: Path) -> None:
-    """Attention runs un-compiled, for real; the count is told as a job tells it."""
-    import torch
-    from torch.nn.attention.flex_attention import flex_attention
-
-    flex_attention(*torch.ones(3, 1, 1, 16, 16))
+    """Only told, as a job tells it: that the probe counts what runs un-compiled is for its own tests to say."""
     emit(out, "counters", uncompiled_calls=1, attention_calls=1)
     emit(out, "end", status="ok")
 
@@ -192,9 +188,9 @@ def nccl_timeout(out: Path) -> None:
 
 
 def numerics_mismatch(out: Path) -> None:
-    import torch
+    import numpy
 
-    torch.testing.assert_close(torch.ones(4), torch.ones(4) + 1e-2)
+    numpy.testing.assert_allclose(numpy.ones(4), numpy.ones(4) + 1e-2)
 
 
 def numerics_nan(out: Path) -> None:
