@@ -65,7 +65,17 @@ def test_ordinary_logs_and_errors_of_the_user_name_nothing(ordinary: dict[str, s
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["id"])
-@pytest.mark.parametrize("prefix", ["[rank3]:", "[rank3]: ", "3: ", "(RayWorker pid=71, ip=10.0.0.2) ", "[default3]:"])
+@pytest.mark.parametrize(
+    "prefix",
+    [
+        *("[rank3]:", "[rank3]: ", "3: ", "[default3]:", "[1,3]<stderr>:", "(RayWorker pid=71, ip=10.0.0.2) "),
+        "(EngineCore_DP0 pid=43) ERROR 03-20 17:39:14 [core.py:1100] ",
+        "(VllmWorkerProcess pid=67) ERROR 09-25 06:40:46 multiproc_worker_utils.py:226] ",
+        "[rank6]:E1211 16:33:14.602000 1463070 site-packages/torch/_inductor/codecache.py:810] [0/0] ",
+        "[2024-12-07 02:54:42 TP0] ",
+        "2024-12-07T02:54:42.123Z ",
+    ],
+)
 def test_a_rank_before_each_line_changes_nothing(case: dict[str, str], prefix: str) -> None:
     match = classify("".join(f"{prefix}{line}\n" for line in case["text"].splitlines()))
     assert match is not None

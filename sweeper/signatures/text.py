@@ -28,8 +28,8 @@ _PREFIXES = tuple(
         r"\[\d+," + _WHO.format(r"\d+") + r"\]<std(?:err|out)>:\s?",  # mpirun
         _WHO.format(r"\d{1,5}") + r": (?=\S|\s{2})",  # srun --label
         r"\(" + _WHO.format(r"[\w.:-]+(?: rank=\d+)? pid=\d+(?:, ip=[\d.]+)?") + r"\)\s?",  # Ray, vLLM
-        r"\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?\]?:?\s",
-        r"(?:ERROR|WARNING|INFO|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d \[[^\]\s]+\]\s?",  # vLLM
+        r"\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?(?: [A-Z]+\d+)*\]?:?\s",
+        r"(?:ERROR|WARNING|INFO|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d \[?[^\]\s]+\]\s?",  # vLLM
         r"[EWIF]\d{3,4} \d\d:\d\d:\d\d\.\d+ (?:\d+ )?\S+:\d+\](?: \[[\d/]+\])?\s?",  # glog
         r"E {3}(?=\s*\S)",  # pytest
     )
