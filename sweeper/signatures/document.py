@@ -23,12 +23,12 @@ python -m sweeper.signatures explain child.log          # or - for standard inpu
 """
 _INJECTED = """
 ## How well it holds
-Rules were written with tests/data/failures.jsonl and failures-tuning.jsonl in sight. Then three lots of public texts
-were gathered, in words that the rules had not seen (tests/data/failures-heldback.jsonl), and looked at once each
-before anything was changed: of 75 failures 54 were named right, 20 `unknown`, 1 named wrongly; of 16 texts without a
-cause 15 were `unknown`, 1 was named. Both mistakes were Docker's `"OOMKilled": false`. The rules have been mended
-since, so these texts prove nothing any more; tests/data/ordinary.jsonl holds logs and errors of users that must name
-nothing.
+Rules were written with tests/data/failures.jsonl and failures-tuning.jsonl in sight (texts of issues, cut short; where
+the source is a file of source code, the text is made after what that file prints). Then three lots of public texts
+were gathered, in words that the rules had not seen (failures-heldback.jsonl), and looked at once each before anything
+was changed: of 75 failures 54 were named right, 20 `unknown`, 1 named wrongly; of 16 texts without a cause 15 were
+`unknown`, 1 was named. Both mistakes were Docker's `"OOMKilled": false`. The rules have been mended since, so these
+texts prove nothing any more. ordinary.jsonl holds logs and errors of users that must name nothing.
 
 ## Injected in tests
 Each of these causes was made to happen in a run of its own under the harness (tests/test_injected.py, or the test
