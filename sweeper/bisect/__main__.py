@@ -97,7 +97,10 @@ def bisect(configs: Sequence[DictConfig], question: Question) -> sweep.Result:
             status = sweep.INTERRUPTED
         text = report(question, names, results, following)
         session.tracking.close_sweep(session.sweep, table.rows(_folders(cells, results, options.folder)), text)
-        store.write(options.folder / "sweeps" / session.sweep / "bisect.txt", text + "\n")
+        try:
+            store.write(options.folder / "sweeps" / session.sweep / "bisect.txt", text + "\n")
+        except OSError as error:
+            session.display.note(f"the conclusion could not be kept ({error})")
     print(text)
     if status == sweep.OK and not (isinstance(following, Answer) and following.kind == "found"):
         status = NO_ANSWER
@@ -105,7 +108,7 @@ def bisect(configs: Sequence[DictConfig], question: Question) -> sweep.Result:
 
 
 def _plan(cells: Sequence[spec.Run], question: Question) -> sweep.Plan:
-    """The bisect as a sweep: none of its runs is counted as done or to do, for which they are shows on the way.
+    """The bisect as a sweep of its levels; how often each runs shows only on the way.
 
     The id is that of the question and not of the cells, which are called otherwise once their wheel is built.
     """
@@ -248,7 +251,7 @@ def _alike(
         first, last = (_speed(results[end]) for end in (0, -1))
         turned = bool(first and last and last > first)
         said = f"{first:.3f} and {last:.3f} Ktok/s" if first and last else "no speed"
-        said = f"No answer: {names[-1]} is not slower than {names[0]} by {question.slower:.3g} ({said})"
+        said = f"No answer: {names[-1]} is not {question.symptom} than {names[0]} ({said})"
     else:
         shares = [known[end].count(True) / max(1, _told(known[end])) for end in (0, -1)]
         turned = shares[0] > shares[1]

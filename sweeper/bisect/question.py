@@ -41,7 +41,7 @@ class Question:
 
     @property
     def symptom(self) -> str:
-        return f"slower by {self.slower:.3g}" if self.slower is not None else self.signature or "any failure"
+        return f"slower by {100 * self.slower:g} %" if self.slower is not None else self.signature or "any failure"
 
     def read(self, attempt: Attempt) -> Result:
         """What a finished attempt says. A run whose command never started tells nothing, whatever its verdict."""
