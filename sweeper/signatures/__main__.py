@@ -27,8 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
     commands.add_parser("document", help="the page of all causes, docs/SIGNATURES.md")
     chosen = parser.parse_args(arguments)
     if chosen.command == "causes":
-        for cause, known in sorted(rules().items()):
-            print(f"{cause:28} {known.about}")
+        print("\n".join(f"{cause:28} {known.about}" for cause, known in sorted(rules().items())))
         return 0
     if chosen.command == "document":
         print(document(), end="")
@@ -42,8 +41,8 @@ def main(arguments: list[str] | None = None) -> int:
     if chosen.json:
         print(json.dumps(found))
     else:
-        for key in ("cause", "about", "evidence", "remedy", "fingerprint", "source"):
-            print(f"{key:12} {found[key]}")
+        told = ("cause", "about", "evidence", "remedy", "fingerprint", "source")
+        print("\n".join(f"{key:12} {found[key]}" for key in told))
     return 0
 
 
