@@ -27,7 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
     commands.add_parser("document", help="the page of all causes, docs/SIGNATURES.md")
     chosen = parser.parse_args(arguments)
     if chosen.command == "causes":
-        print("\n".join(f"{cause:28} {known.about}" for cause, known in sorted(rules().items())))
+        print("".join(f"{cause:28} {known.about}\n" for cause, known in sorted(rules().items())), end="")
         return 0
     if chosen.command == "document":
         print(document(), end="")
@@ -42,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(json.dumps(found))
     else:
         told = ("cause", "about", "evidence", "remedy", "fingerprint", "source")
-        print("\n".join(f"{key:12} {found[key]}" for key in told))
+        print("".join(f"{key:12} {found[key]}\n" for key in told), end="")
     return 0
 
 
