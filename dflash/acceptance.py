@@ -24,6 +24,7 @@ from dflash.drafter import Drafter
 from dflash.regenerate.turns import Messages, turns
 from dflash.settings import SettingError
 from dflash.speculate import Response, Speculation, check_target, decode
+from dflash.target import stop_tokens
 
 UNTRAINED = 16  # responses that the untrained drafter is measured on, at most
 _RESAMPLES = 2000
@@ -220,12 +221,6 @@ def untrained_tau(
     responses, _ = _decode(model, ids, speculation, conditions, stop_tokens(model, tokenizer), 0)
     means = [float(np.mean(response.rounds)) for response in responses if response.rounds]
     return (float(np.mean(means)) if means else None), len(ids)
-
-
-def stop_tokens(model: Any, tokenizer: Any) -> set[int]:
-    """The tokens that end a response: those of the generation config, and the tokenizer's end of text."""
-    stops = model.generation_config.eos_token_id
-    return {*(stops if isinstance(stops, list | tuple) else [stops]), tokenizer.eos_token_id} - {None}
 
 
 def table(found: Sequence[Acceptance]) -> str:

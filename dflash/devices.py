@@ -23,6 +23,13 @@ class Placement:
         return self.drafters[0].type
 
 
+def compute_dtype(name: str, device: torch.device) -> torch.dtype:
+    """What a model computes in: `name` of target.dtype or train.precision; auto is float32 on CPU, else bfloat16."""
+    # Most CPUs have no fast bfloat16; GPUs do.
+    auto = torch.float32 if device.type == "cpu" else torch.bfloat16
+    return {"auto": auto, "float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+
+
 def place(job: JobSettings) -> Placement:
     """Targets on the first GPUs, drafters on those after them; raises SettingError when there are too few."""
     split, each = Split.parse(job.split), job.target.gpus

@@ -19,7 +19,7 @@ from dflash.drafter import Drafter
 from dflash.regenerate.turns import Messages
 from dflash.settings import SettingError
 from dflash.speculate import check_target
-from dflash.target import pretrained
+from dflash.target import load_tokenizer, pretrained
 
 _FLOAT32_BELOW = 1e9  # parameters
 
@@ -42,15 +42,9 @@ class Evaluator:
         thinking: bool = True,
     ) -> None:
         """Read prompts and load the target; raises SettingError."""
-        from transformers import AutoTokenizer
-
         self.sets = prompt_sets(wish.prompts, wish.limit)
         folder = models.folder(target.model, target.models_dir)
-        try:
-            self.tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        except Exception as error:  # what transformers raises on a damaged folder is an open list
-            why = str(error).strip().split("\n")[0]
-            raise SettingError("target.model", target.model, f"its tokenizer cannot be loaded ({why})") from None
+        self.tokenizer = load_tokenizer(target)
         check_tokenizer(self.tokenizer)
         dtype = _dtype(target.dtype, folder, device)
         self.model = pretrained(dataclasses.replace(target, dtype=dtype), device).eval().requires_grad_(False)

@@ -16,6 +16,7 @@ from dflash.checkpoint import Checkpoint
 from dflash.data import dataset, store
 from dflash.data.dataset import Dataset
 from dflash.data.tokens import resolve_mask_token
+from dflash.devices import compute_dtype
 from dflash.drafter import Drafter
 from dflash.evaluator import prompt_sets
 from dflash.events import CHECKPOINTS, EventWriter
@@ -26,7 +27,7 @@ from dflash.pipeline.layout import Layout
 from dflash.pipeline.step import FrozenEnds
 from dflash.settings import DISTILLING, JobSettings
 from dflash.strategies import Strategy
-from dflash.target import Target
+from dflash.target import Target, load_tokenizer
 
 DATA_FOLDER, DRAFTER_FOLDER = "data", "drafter"
 
@@ -59,6 +60,8 @@ class Plan:
     layout: Layout
     data: Dataset
     variants: dict[str, Variant]
+    feature_width: int  # Target.width
+    feature_dtype: torch.dtype
     facts: dict[str, Any]  # of target and data, for the card of a trained drafter
 
     def facts_of(self, variant: Variant) -> dict[str, Any]:
@@ -88,15 +91,9 @@ def make_plan(job: JobSettings, target: Target, out: Path, events: EventWriter) 
     `target` may be an outline. Raises SettingError where settings, data, target and what lies in `out` cannot
     work together.
     """
-    from transformers import AutoTokenizer
-
     prompt_sets(job.eval.prompts, job.eval.limit)  # read to be refused now, if they cannot be read
     geometries = {name: Geometry.settle(v.drafter, target) for name, v in job.variants().items()}
-    tokenizer = AutoTokenizer.from_pretrained(
-        models.folder(job.target.model, job.target.models_dir),
-        local_files_only=True,
-        trust_remote_code=job.target.trust_remote_code,
-    )
+    tokenizer = load_tokenizer(job.target)
     mask_tokens = {
         name: resolve_mask_token(starting_mask_token(v.drafter), tokenizer, target.vocab_size)
         for name, v in job.variants().items()
@@ -135,7 +132,7 @@ def make_plan(job: JobSettings, target: Target, out: Path, events: EventWriter) 
         **{key: data.summary[key] for key in ("documents", "tokens", "supervised")},
         "row_tokens": job.data.row_tokens,
     }
-    return Plan(job, Layout.of(job), data, variants, facts)
+    return Plan(job, Layout.of(job), data, variants, target.width, target.embedding.dtype, facts)
 
 
 def make_drafter(
@@ -155,17 +152,11 @@ def make_drafter(
     torch.nn.init.constant_(drafter.norm.weight, min(1.0, 1 / spread))
     if job.drafter.init:
         drafter.load_state_dict(read_weights(Path(job.drafter.init), variant.geometry, "drafter.init"))
-    dtype = drafter_dtype(job.train.precision, device)
+    dtype = compute_dtype(job.train.precision, device)
     embedding = target.embedding.to(device, dtype)
     head = embedding if target.head is target.embedding else target.head.to(device, dtype)
     ends = FrozenEnds(embedding, target.embedding_scale, head, variant.mask_token)
     return drafter.to(device=device, dtype=dtype), ends
-
-
-def drafter_dtype(precision: str, device: torch.device) -> torch.dtype:
-    """What a drafter computes in, by train.precision."""
-    auto = torch.float32 if device.type == "cpu" else torch.bfloat16
-    return {"auto": auto, "float32": torch.float32, "bfloat16": torch.bfloat16}[precision]
 
 
 def _shared_identity(job: JobSettings, data: Dataset, target: Target) -> dict[str, Any]:

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from dflash import models, settings
+from dflash.devices import compute_dtype
 from dflash.settings import SettingError
 
 DEFAULT_TAPS = 5
@@ -114,7 +115,7 @@ class Target:
         remote = {"trust_remote_code": target.trust_remote_code}
         with _loading(target), torch.device("meta"):
             config = AutoConfig.from_pretrained(folder, local_files_only=True, **remote)
-            dtype = _dtype(target.dtype, device or torch.device("cpu"))
+            dtype = compute_dtype(target.dtype, device or torch.device("cpu"))
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, **remote)
         return cls.from_model(model, target.taps, [torch.device("meta")], whole)
 
@@ -291,7 +292,7 @@ def pretrained(target: settings.Target, device: torch.device, layers: int | None
         model, found = AutoModelForCausalLM.from_pretrained(
             folder,
             config=config,
-            dtype=_dtype(target.dtype, device),
+            dtype=compute_dtype(target.dtype, device),
             use_safetensors=True,
             output_loading_info=True,
             **local,
@@ -305,6 +306,24 @@ def pretrained(target: settings.Target, device: torch.device, layers: int | None
     return model
 
 
+def load_tokenizer(target: settings.Target) -> Any:
+    """The target's tokenizer; raises SettingError."""
+    from transformers import AutoTokenizer
+
+    folder = models.folder(target.model, target.models_dir)
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=target.trust_remote_code)
+    except Exception as error:  # as with the weights, an open list
+        why = str(error).strip().split("\n")[0]
+        raise SettingError("target.model", target.model, f"its tokenizer cannot be loaded ({why})") from None
+
+
+def stop_tokens(model: Any, tokenizer: Any) -> set[int]:
+    """The tokens that end a response: those of the generation config, and the tokenizer's end of text."""
+    stops = model.generation_config.eos_token_id
+    return {*(stops if isinstance(stops, list | tuple) else [stops]), tokenizer.eos_token_id} - {None}
+
+
 @contextmanager
 def _loading(target: settings.Target) -> Iterator[None]:
     try:
@@ -312,12 +331,6 @@ def _loading(target: settings.Target) -> Iterator[None]:
     except Exception as error:  # what transformers and safetensors raise on a damaged folder is an open list
         why = str(error).strip().split("\n")[0]
         raise SettingError("target.model", target.model, f"must be a model that transformers loads ({why})") from error
-
-
-def _dtype(name: str, device: torch.device) -> torch.dtype:
-    # Most CPUs have no fast bfloat16; GPUs do.
-    auto = torch.float32 if device.type == "cpu" else torch.bfloat16
-    return {"auto": auto, "float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
 def decoder_layers(body: nn.Module, depth: int) -> tuple[str, nn.ModuleList]:

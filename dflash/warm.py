@@ -12,12 +12,12 @@ import torch
 
 from dflash import strategies
 from dflash.attention import DFlashMask
-from dflash.devices import Placement
+from dflash.devices import Placement, compute_dtype
 from dflash.drafter import Drafter
 from dflash.events import EventWriter
 from dflash.geometry import Geometry
 from dflash.pipeline.layout import Layout
-from dflash.plan import drafter_dtype, settle_taps, whole_target
+from dflash.plan import settle_taps, whole_target
 from dflash.probe import Probe
 from dflash.settings import JobSettings
 from dflash.strategies import Strategy
@@ -45,7 +45,7 @@ def warm(job: JobSettings, placement: Placement, out: Path, events: EventWriter,
 
 def _forward_and_backward(job: JobSettings, geometry: Geometry, strategy: Strategy, device: torch.device) -> None:
     rows, context, anchors, block = job.train.rows, job.data.row_tokens, job.drafter.anchors, job.drafter.block
-    dtype = drafter_dtype(job.train.precision, device)
+    dtype = compute_dtype(job.train.precision, device)
     drafter = Drafter(geometry, strategy.prepare, strategy.attend).to(device=device, dtype=dtype)
     places = torch.arange(1, anchors + 1, device=device).clamp(max=context - 1).expand(rows, -1)
     mask = DFlashMask(torch.zeros(rows, context, dtype=torch.int64, device=device), places.contiguous(), block)

@@ -57,11 +57,10 @@ def run_in_processes(
 ) -> str:
     """Run a job to its end; gives its status (dflash.train.train)."""
     job, layout = plan.job, plan.layout
-    outline = Target.outline(job.target, placement.targets[0][0], whole_target(job))
-    size = (job.train.rows, job.data.row_tokens, outline.width)
+    size = (job.train.rows, job.data.row_tokens, plan.feature_width)
     context = torch.multiprocessing.get_context("spawn")
     channels: dict[tuple[int, int], Channel] = {
-        pair: ProcessChannel(channel_limit(job), size, outline.embedding.dtype, context) for pair in layout.pairs
+        pair: ProcessChannel(channel_limit(job), size, plan.feature_dtype, context) for pair in layout.pairs
     }
     # A name of this process's own: one that an earlier run left would make the drafters meet its ghosts.
     meetings = [out / f".meeting-{os.getpid()}-{number}" for number in range(len(layout.variants))]

@@ -36,8 +36,8 @@ def run_in_threads(
     strategy = make_strategy(job, placement.kind, probe)
     targets: list[Target] = []  # replicas share their frozen weights where they stand on one device
     for number, devices in enumerate(placement.targets):
-        first = targets[0].replica(devices) if targets else Target.load(job.target, devices, whole_target(job))
-        targets.append(first)
+        first = not targets
+        targets.append(Target.load(job.target, devices, whole_target(job)) if first else targets[0].replica(devices))
         events.emit("progress", what="targets", done=number + 1, total=layout.targets)
     channels = {pair: ThreadChannel(channel_limit(job)) for pair in layout.pairs}
     averagers = {name: ThreadAverager(layout.ranks) for name in layout.variants}

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from dflash import models
-from dflash.settings import SettingError
+from dflash.settings import SettingError, Target
+from dflash.target import load_tokenizer, pretrained, stop_tokens
 
 _LOOK = 8  # tokens between two looks at what has ended
 _FULL = 0.75  # the batch is made smaller once so few of its rows go on
@@ -44,29 +44,14 @@ class Model:
     @classmethod
     def load(cls, model: str, models_dir: str, device: torch.device) -> Model:
         """Load all of a target: float32 on CPU, bfloat16 on a GPU; raises SettingError."""
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-
-        folder = models.folder(model, models_dir)
-        dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-            lm, found = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=dtype, use_safetensors=True, local_files_only=True, output_loading_info=True
-            )
-        except Exception as error:  # what transformers and safetensors raise on a damaged folder is an open list
-            why = str(error).strip().split("\n")[0]
-            raise SettingError("target", model, f"must be a model that transformers loads ({why})") from error
-        if found["missing_keys"]:  # transformers would go on with random weights
-            raise SettingError("target", model, f"its weight files must hold all weights, {found['missing_keys']} too")
-        return cls.of(lm.to(device), tokenizer)
+        target = Target(model=model, models_dir=models_dir)
+        return cls.of(pretrained(target, device).to(device), load_tokenizer(target))
 
     @classmethod
     def of(cls, lm: Any, tokenizer: Any) -> Model:
         if not tokenizer.chat_template:
             raise SettingError("target", tokenizer.name_or_path, "its tokenizer must have a chat template")
-        stops = lm.generation_config.eos_token_id
-        stops = set(stops) if isinstance(stops, list | tuple) else {stops}
-        return cls(lm.eval(), tokenizer, sorted((stops | {tokenizer.eos_token_id}) - {None}))
+        return cls(lm.eval(), tokenizer, sorted(stop_tokens(lm, tokenizer)))
 
     @property
     def longest(self) -> int:
