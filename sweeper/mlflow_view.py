@@ -47,7 +47,8 @@ from sweeper.measure import (
     pauses,
     window_start,
 )
-from sweeper.report.table import label, read_json
+from sweeper.report.table import label
+from sweeper.store import read_json
 
 STATE_FILE = "tracking.json"
 LOCK_FILE = "tracking.lock"

@@ -69,6 +69,15 @@ class Attempt:
         return rerun in (self.cause, (verdict.get("signature") or {}).get("fingerprint"))
 
 
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The JSON object in a file, or None if there is none."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
 def write(path: Path, value: Any) -> None:
     """Write JSON (or text) whole: beside, flushed to disk, renamed. Raises OSError."""
     text = value if isinstance(value, str) else json.dumps(value, indent=1, default=str) + "\n"
@@ -116,6 +125,17 @@ def history(store: Path) -> dict[str, list[Attempt]]:
     return found
 
 
+def planned(sweep: Path) -> list[Attempt]:
+    """Of each run that a sweep planned and that has a verdict, the newest such attempt, in the plan's order.
+
+    `sweep` is its folder below sweeps/. Raises OSError, ValueError, KeyError, TypeError on a bad plan.json.
+    """
+    wanted = dict.fromkeys(one["identity"] for one in json.loads((sweep / "plan.json").read_text())["runs"])
+    past = history(sweep.parent.parent)
+    last = (next((one for one in reversed(past.get(identity, [])) if one.verdict), None) for identity in wanted)
+    return [one for one in last if one]
+
+
 def estimate(past: dict[str, list[Attempt]], run: Run) -> float | None:
     """Seconds that the run will take: the median of the cell's finished runs; None if there are none."""
     known = [
@@ -146,7 +166,7 @@ def reconcile(store: Path) -> list[Path]:
     for folder in _folders(store):
         if (folder / VERDICT_FILE).exists() or alive(folder):
             continue
-        run = _read(folder / RUN_FILE) or {}
+        run = read_json(folder / RUN_FILE) or {}
         reader = EventReader(folder / EVENTS_FILE)
         events = list(reader.poll())
         started = float(run.get("started") or folder.stat().st_mtime)
@@ -194,7 +214,7 @@ def who_am_i() -> dict[str, Any]:
 
 def alive(folder: Path) -> bool:
     """Whether the harness that recorded this attempt still runs, as far as can be told from here."""
-    run = _read(folder / RUN_FILE)
+    run = read_json(folder / RUN_FILE)
     if run is None:
         return time.time() - folder.stat().st_mtime < UNRECORDED_S
     if run.get("host") != socket.gethostname():
@@ -212,12 +232,5 @@ def _folders(store: Path) -> Iterator[Path]:
 
 
 def attempt(folder: Path) -> Attempt:
-    return Attempt(folder, _read(folder / RUN_FILE) or {}, _read(folder / VERDICT_FILE))
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return value if isinstance(value, dict) else None
+    """What a run directory records; empty records where they cannot be read."""
+    return Attempt(folder, read_json(folder / RUN_FILE) or {}, read_json(folder / VERDICT_FILE))

@@ -11,7 +11,7 @@ from sweeper import help
 from sweeper.analysis.conclude import conclude
 from sweeper.analysis.records import of_store, of_sweep
 from sweeper.analysis.sentences import sentences
-from sweeper.report.table import read_json
+from sweeper.store import read_json
 
 BAD_INPUT = 2
 

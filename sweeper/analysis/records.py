@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,9 +9,8 @@ from typing import Any
 
 from sweeper import store
 from sweeper.measure import finite
-from sweeper.report.table import read_json
 from sweeper.spec import COPY, FACTORS
-from sweeper.store import Attempt
+from sweeper.store import Attempt, read_json
 
 # Factors that no command line sets: what else may differ between runs of one cell.
 BUILD, CODE, HOST = "wheel.build", "code", "host"
@@ -83,10 +81,8 @@ def of_store(folder: Path) -> list[Record]:
 
 
 def of_sweep(folder: Path) -> list[Record]:
-    """The records of the runs that a sweep planned. Raises OSError, ValueError, KeyError on a bad plan.json."""
-    planned = {one["identity"] for one in json.loads((folder / "plan.json").read_text())["runs"]}
-    past = store.history(folder.parent.parent)
-    return read(one.folder for identity in planned & set(past) for one in past[identity])
+    """The records of the runs that a sweep planned. Raises what `store.planned` raises on a bad plan.json."""
+    return read(one.folder for one in store.planned(folder))
 
 
 def varied(records: Sequence[Record]) -> dict[str, list[str]]:

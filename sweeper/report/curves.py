@@ -16,7 +16,8 @@ from typing import Any
 
 from dflash.events import EVENTS_FILE, EventReader
 from sweeper.measure import Evaluation, Step, evaluations, finite, steps
-from sweeper.report.table import label, read_json
+from sweeper.report.table import label
+from sweeper.store import read_json
 
 CURVES = (("loss", "loss (nats a supervised slot)"), ("accept", "teacher-forced acceptance length (tokens)"))
 WINDOW = 8  # steps whose mean is the strong line; the faint one is every step

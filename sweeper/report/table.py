@@ -21,6 +21,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+from sweeper import store
 from sweeper.measure import finite
 
 ENDED = ("ok", "degraded")
@@ -52,7 +53,8 @@ def rows(run_dirs: Iterable[Path]) -> list[dict[str, Any]]:
     latest: dict[tuple[str, Any], tuple[Path, dict[str, Any], dict[str, Any]]] = {}
     unreadable = 0
     for folder in run_dirs:
-        run, verdict = read_json(folder / "run.json"), read_json(folder / "verdict.json")
+        one = store.attempt(folder)
+        run, verdict = one.run, one.verdict
         if not run or not verdict:
             unreadable += 1
         elif run.get("role") != "prime":
@@ -147,15 +149,6 @@ def median_interval(values: list[float]) -> dict[str, Any] | None:
         coverage = _coverage(n, r)
     found = {"median": statistics.median(values), "low": values[r - 1], "high": values[n - r], "n": n}
     return found | {"coverage": coverage if n >= 3 else None}
-
-
-def read_json(path: Path) -> dict[str, Any] | None:
-    """The JSON object in a file, or None if there is none."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
 
 
 def label(cell: dict[str, Any]) -> str:
