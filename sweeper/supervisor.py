@@ -19,6 +19,7 @@ import psutil
 
 from dflash.events import EVENTS_FILE, STACKS_FILE, STAGES, EventReader
 from sweeper.progress import Printed
+from sweeper.usage import Meter
 
 LOG_FILE = "child.log"
 LOG_TAIL = 64 * 1024  # bytes of the log that are looked at; the file itself keeps everything
@@ -124,9 +125,11 @@ def supervise(
     with ours:
         ours.setblocking(False)
         watch = _Watch(ours, run_dir, budget, grace, outcome, printed, on_event, on_log)
+        meter = Meter(run_dir, process.pid, env)
         next_tick = time.monotonic() + TICK_S
         while not watch.closed:
             watch.step(interrupted())
+            meter.look()
             if time.monotonic() >= next_tick:
                 on_tick()
                 next_tick = time.monotonic() + TICK_S
