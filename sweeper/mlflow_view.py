@@ -57,6 +57,7 @@ LONGEST_PARAM, LONGEST_TAG = 6000, 5000  # characters; MLflow cuts longer ones i
 LOG_BYTES, EVENTS_BYTES = 256 << 10, 4 << 20  # of the logs' ends that are kept as artifacts
 STATUS = {"ok": "FINISHED", "degraded": "FINISHED", "skipped": "FINISHED", "killed": "KILLED"}
 EVAL_FILE = "eval.csv"
+REPORT_FILES = ("report.html", "report.md", "report.csv")  # of a sweep, in its folder
 # Points a series has at most, about: a long run must not fill the store with rows, nor the UI with details.
 POINTS, DETAIL_POINTS = 10_000, 200
 EVALUATED = ("tau", "tau_low", "tau_high", "tau_untrained", "distinct4", "identical", "speedup")
@@ -145,7 +146,7 @@ class View:
         if word is not None and state.get("done") == word:
             return False
         run_id = state.get("run_id") or self._open(folder, run)
-        state |= {"run_id": run_id, "place": self._place()}
+        state |= {"run_id": run_id, "place": self._place(), "ui": ui(self.uri), "experiment": self.experiment}
         job = self._following.setdefault(folder, _Job(EventReader(folder / EVENTS_FILE)))
         logged = state.get("steps") or {}
         self._log(run_id, metrics=job.metrics(logged, int(state.get("evaluations") or 0)))
@@ -178,6 +179,9 @@ class View:
         if conclusion:
             self._client.log_text(parent, conclusion, "conclusion.txt")
         self._client.log_text(parent, json.dumps(table, indent=1, default=str), "table.json")
+        for name in REPORT_FILES:
+            if (file := self.store / "sweeps" / sweep / name).exists():
+                self._client.log_artifact(parent, str(file))
         self._client.set_terminated(parent, "FINISHED")
 
     def reconcile(self) -> list[Path]:
@@ -315,6 +319,12 @@ class View:
             self._client.log_batch(run_id, params=some)
         for some in _chunks(tags, PARAMS):
             self._client.log_batch(run_id, tags=some)
+
+
+def ui(uri: str) -> str:
+    """Where a browser finds what is tracked at `uri`, without a password; for a file where `mlflow ui` serves it."""
+    shown = re.sub(r"(://)[^/@\s]+@", r"\1", uri.rstrip("/"))
+    return shown if uri.startswith(("http://", "https://")) else "http://127.0.0.1:5000"
 
 
 def lock(store: Path) -> FileLock:
