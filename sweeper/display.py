@@ -1,13 +1,15 @@
-"""What a person watches: one live line on a terminal, plain lines anywhere else.
+"""What a person watches: one live line a run on a terminal, plain lines anywhere else.
 
 Everything goes to standard error, so that the table on standard output can be piped. Events are read with
-suspicion: an odd one shows less, never raises.
+suspicion: an odd one shows less, never raises. Several runs may be under way, told by threads of their own: each is
+named by its index among the runs of the sweep, and its lines then say which it is.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from typing import Any, TextIO
 
@@ -31,6 +33,7 @@ class Watch:
         self.stage, self.work = "start", ""
         self.step = self.steps = 0
         self.speed: float | None = None
+        self.told = 0.0  # when a line last told of it
         self._first: Step | None = None
         self._last: Step | None = None
         self._tokens = 0
@@ -79,71 +82,101 @@ class Watch:
 
 
 class Display:
-    """Plain lines: one a stage, one about every ten seconds of steps, one a verdict."""
+    """Plain lines: one a stage, one about every ten seconds of steps, one a verdict.
+
+    total: runs of the sweep. at_once: how many may be under way at a time, for the time left.
+    """
 
     def __init__(self, total: int, verbose: bool, out: TextIO) -> None:
         self.total, self.verbose, self.out = total, verbose, out
-        self.watch: Watch | None = None
+        self.at_once = 1
+        self.watches: dict[int, Watch] = {}  # by index
         self._took: list[float] = []
-        self._told = 0.0
+        self._lock = threading.RLock()
+
+    @property
+    def watch(self) -> Watch | None:
+        """The run that was started last of those under way."""
+        return next(reversed(self.watches.values()), None)
 
     def run_started(self, index: int, label: str, estimate_s: float | None = None) -> None:
         """`index` counts from 1 among `total`; estimate_s is the expected duration, None if unknown."""
-        self.watch = Watch(index, label, estimate_s)
-        about = f" (about {duration(estimate_s)})" if estimate_s is not None else ""
-        self._line(f"[{index}/{self.total}] {label}{about}")
+        with self._lock:
+            self.watches.pop(index, None)
+            self.watches[index] = Watch(index, label, estimate_s)
+            about = f" (about {duration(estimate_s)})" if estimate_s is not None else ""
+            self._line(f"[{index}/{self.total}] {label}{about}")
 
-    def event(self, event: dict[str, Any]) -> None:
-        if self.watch is None or not isinstance(event, dict):
-            return
-        moved = self.watch.take(event)
-        if event.get("event") == "warning":
-            self.note(f"warning {event.get('code') or ''}: {event.get('message') or ''}")
-        elif event.get("event") == "resume":
-            self.note(f"goes on after step {event.get('step')} from {event.get('folder')}")
-        elif measured := parse_evaluation(event):
-            self.note(f"step {measured.step}: {in_words(measured)}")
-        if moved:
-            self._moved(moved)
+    def event(self, event: dict[str, Any], run: int | None = None) -> None:
+        """Show what a run reported; `run` is its index, None for the one started last."""
+        with self._lock:
+            watch = self._of(run)
+            if watch is None or not isinstance(event, dict):
+                return
+            moved = watch.take(event)
+            which = self._which(watch)
+            if event.get("event") == "warning":
+                self.note(f"{which}warning {event.get('code') or ''}: {event.get('message') or ''}")
+            elif event.get("event") == "resume":
+                self.note(f"{which}goes on after step {event.get('step')} from {event.get('folder')}")
+            elif measured := parse_evaluation(event):
+                self.note(f"{which}step {measured.step}: {in_words(measured)}")
+            self._moved(watch, moved)
 
-    def log_line(self, line: str) -> None:
+    def log_line(self, line: str, run: int | None = None) -> None:
         """A line the child printed; shown with verbose."""
         if self.verbose:
-            self._line(f"  | {line.rstrip()}")
+            with self._lock:
+                watch = self._of(run)
+                self._line(f"  {self._which(watch) if watch else ''}| {line.rstrip()}")
 
     def note(self, text: str) -> None:
-        self._line(f"  {text}")
+        with self._lock:
+            self._line(f"  {text}")
 
-    def run_ended(self, label: str, verdict: dict[str, Any]) -> None:
+    def run_ended(self, label: str, verdict: dict[str, Any], run: int | None = None) -> None:
         """Show the verdict line; `verdict` is the content of verdict.json."""
-        if self.watch is not None:
-            self._took.append(time.monotonic() - self.watch.began)
-        self._verdict(label, str(verdict.get("verdict")), told(verdict))
-        self.watch = None
+        with self._lock:
+            watch = self._of(run)
+            which = ""
+            if watch is not None:
+                self._took.append(time.monotonic() - watch.began)
+                which = f"[{watch.index}/{self.total}] {label}: " if len(self.watches) > 1 else ""
+                del self.watches[watch.index]
+            self._verdict(which, str(verdict.get("verdict")), told(verdict))
 
     def close(self) -> None:
-        self.watch = None
+        with self._lock:
+            self.watches.clear()
 
     def left(self) -> float | None:
-        """Seconds left of the whole sweep: this run's rest, and the mean of those done for those to come."""
-        if self.watch is None:
+        """Seconds left of the sweep: the rest of the runs under way, and the mean of those done for each to come."""
+        if not self.watches:
             return None
-        rest = self.watch.left()
-        to_come = self.total - self.watch.index
-        if rest is None or (to_come > 0 and not self._took and self.watch.estimate is None):
+        rests = [watch.left() for watch in self.watches.values()]
+        known = [rest for rest in rests if rest is not None]
+        to_come = self.total - max(self.watches)
+        estimate = next((w.estimate for w in self.watches.values() if w.estimate is not None), None)
+        if len(known) < len(rests) or (to_come > 0 and not self._took and estimate is None):
             return None
-        usual = sum(self._took) / len(self._took) if self._took else (self.watch.estimate or 0.0)
-        return rest + to_come * usual
+        usual = sum(self._took) / len(self._took) if self._took else (estimate or 0.0)
+        return max(max(known), (sum(known) + to_come * usual) / self.at_once)
 
-    def _moved(self, what: str) -> None:
-        assert self.watch is not None
+    def _of(self, run: int | None) -> Watch | None:
+        return self.watch if run is None else self.watches.get(run)
+
+    def _which(self, watch: Watch) -> str:
+        return f"[{watch.index}/{self.total}] " if len(self.watches) > 1 else ""
+
+    def _moved(self, watch: Watch, what: str | None) -> None:
         now = time.monotonic()
-        if what == "stage" or now - self._told >= EVERY or self.watch.step == self.watch.steps:
-            self._told = now
-            self._line(f"  {self.watch.doing()}{remaining(self.watch.left(), self.left())}")
+        if what == "stage" or (what and (now - watch.told >= EVERY or watch.step == watch.steps)):
+            watch.told = now
+            left = remaining(watch.left(), self.left())
+            self._line(f"  {self._which(watch)}{watch.doing()}{left}")
 
-    def _verdict(self, label: str, verdict: str, text: str) -> None:
-        self._line(f"  {verdict}: {text}" if text else f"  {verdict}")
+    def _verdict(self, which: str, verdict: str, text: str) -> None:
+        self._line(f"  {which}{verdict}: {text}" if text else f"  {which}{verdict}")
 
     def _line(self, text: str) -> None:
         try:
@@ -153,7 +186,7 @@ class Display:
 
 
 class LiveDisplay(Display):
-    """The same lines above one live line with a bar."""
+    """The same lines above one live line with a bar for each run under way."""
 
     def __init__(self, total: int, verbose: bool, out: TextIO) -> None:
         super().__init__(total, verbose, out)
@@ -171,37 +204,39 @@ class LiveDisplay(Display):
             transient=True,
             refresh_per_second=4,
         )
-        self._task: Any = None
+        self._tasks: dict[int, Any] = {}
         self._progress.start()
 
     def run_started(self, index: int, label: str, estimate_s: float | None = None) -> None:
-        super().run_started(index, label, estimate_s)
-        self._drop()
-        self._task = self._progress.add_task(f"[{index}/{self.total}]", total=None, doing="starting")
+        with self._lock:
+            super().run_started(index, label, estimate_s)
+            self._drop(index)
+            self._tasks[index] = self._progress.add_task(f"[{index}/{self.total}]", total=None, doing="starting")
 
-    def run_ended(self, label: str, verdict: dict[str, Any]) -> None:
-        self._drop()
-        super().run_ended(label, verdict)
-
-    def event(self, event: dict[str, Any]) -> None:
-        super().event(event)
-        if self.watch is not None and self._task is not None:
-            left = remaining(self.watch.left(), self.left())
-            total = self.watch.steps or None
-            self._progress.update(self._task, completed=self.watch.step, total=total, doing=self.watch.doing() + left)
+    def run_ended(self, label: str, verdict: dict[str, Any], run: int | None = None) -> None:
+        with self._lock:
+            if watch := self._of(run):
+                self._drop(watch.index)
+            super().run_ended(label, verdict, run)
 
     def close(self) -> None:
-        self._drop()
-        self._progress.stop()
-        super().close()
+        with self._lock:
+            for index in list(self._tasks):
+                self._drop(index)
+            self._progress.stop()
+            super().close()
 
-    def _moved(self, what: str) -> None:
-        pass  # the live line shows it
+    def _moved(self, watch: Watch, what: str | None) -> None:
+        if watch.index in self._tasks:
+            doing = watch.doing() + remaining(watch.left(), self.left())
+            self._progress.update(
+                self._tasks[watch.index], completed=watch.step, total=watch.steps or None, doing=doing
+            )
 
-    def _verdict(self, label: str, verdict: str, text: str) -> None:
+    def _verdict(self, which: str, verdict: str, text: str) -> None:
         from rich.text import Text
 
-        line = Text("  ").append(verdict, style=COLOURS.get(verdict, "bold red"))
+        line = Text(f"  {which}").append(verdict, style=COLOURS.get(verdict, "bold red"))
         self._console.print(line.append(f": {text}" if text else ""))
 
     def _line(self, text: str) -> None:
@@ -209,10 +244,9 @@ class LiveDisplay(Display):
 
         self._console.print(Text(text), soft_wrap=True)
 
-    def _drop(self) -> None:
-        if self._task is not None:
-            self._progress.remove_task(self._task)
-            self._task = None
+    def _drop(self, index: int) -> None:
+        if index in self._tasks:
+            self._progress.remove_task(self._tasks.pop(index))
 
 
 def make(total: int, verbose: bool) -> Display:

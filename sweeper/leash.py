@@ -46,9 +46,10 @@ def main() -> int:
             # Should this leash itself be killed, the child must not outlive it.
             libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
-    # Signals sent to the harness's group are the harness's to interpret. A handler that does nothing, because
-    # the child would inherit an ignored signal and then not hear SIGTERM either.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    # Signals sent to the harness's group, or by a scheduler to every process of a job, are the harness's to
+    # interpret. A handler that does nothing, because the child would inherit an ignored signal and then not hear
+    # SIGTERM either.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, lambda *_: None)
     try:
         child = subprocess.Popen(

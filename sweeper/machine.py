@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
@@ -46,14 +47,8 @@ def kind() -> str:
 @functools.cache
 def gpu_names() -> tuple[str, ...]:
     """The models of all NVIDIA GPUs that the driver lists, such as "NVIDIA H200"."""
-    tool = shutil.which("nvidia-smi")
-    if tool:
-        try:
-            done = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=20)
-        except (OSError, subprocess.TimeoutExpired):
-            done = None
-        if done and done.returncode == 0:
-            return tuple(re.findall(r"^GPU \d+: (.*?)(?: \(UUID.*)?$", done.stdout, re.MULTILINE))
+    if told := _listed():
+        return tuple(re.findall(r"^GPU \d+: (.*?)(?: \(UUID.*)?$", told, re.MULTILINE))
     return tuple(_model(gpu / "information") for gpu in Path("/proc/driver/nvidia/gpus").glob("*"))
 
 
@@ -63,3 +58,32 @@ def _model(information: Path) -> str:
     except OSError:
         found = None
     return found[1] if found else "GPU"
+
+
+@functools.cache
+def devices() -> dict[str, str]:
+    """The GPUs that a child may use, as CUDA_VISIBLE_DEVICES names them, each with a name that is its own on this
+    machine: its UUID where the driver tells it, for in a container or a job every first GPU is called 0."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [str(number) for number in range(len(gpu_names()))] if visible is None else visible.split(",")
+    names = [name.strip() for name in names][: gpus()]
+    known = gpu_uuids()
+    return {name: known[int(name)] if name.isdecimal() and int(name) < len(known) else name for name in names}
+
+
+@functools.cache
+def gpu_uuids() -> tuple[str, ...]:
+    """The UUIDs of the NVIDIA GPUs that the driver lists, in its order; none where it does not say."""
+    return tuple(re.findall(r"^GPU \d+:.*\(UUID: (GPU-[\w-]+)\)", _listed(), re.MULTILINE))
+
+
+@functools.cache
+def _listed() -> str:
+    """What the driver's tool lists of GPUs; empty without driver."""
+    tool = shutil.which("nvidia-smi")
+    if tool:
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            done = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=20)
+            if done.returncode == 0:
+                return done.stdout
+    return ""

@@ -47,6 +47,8 @@ ALLOWED_PREFIXES = (
     "SLURM_",
 )
 SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL")
+# Signals that ask a job to end; a scheduler sends them to every process of it at once.
+ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 # Events that tell of the run and not of its going on.
 NO_PROGRESS = ("memory", "counters", "warning")
 
@@ -98,6 +100,7 @@ def supervise(
     grace: float,
     interrupted: Callable[[], int],
     printed: Printed | None = None,
+    keep: Sequence[int] = (),
     on_event: Callable[[dict[str, Any]], None] = lambda event: None,
     on_log: Callable[[str], None] | None = None,
     on_tick: Callable[[], None] = lambda: None,
@@ -106,7 +109,8 @@ def supervise(
 
     `interrupted` counts the interrupts so far: at one the child is asked to stop and killed after `grace`
     seconds, at two its tree is killed at once. `budget` gives, per stage, the seconds without progress after
-    which a child counts as hung. Raises OSError when the run's directory cannot be written.
+    which a child counts as hung. `keep` are open files, the locks of a lease, that stay open while any process of
+    the run lives, whatever becomes of this one. Raises OSError when the run's directory cannot be written.
     """
     outcome = Outcome(started=time.time(), ended=time.time())
     log = run_dir / LOG_FILE
@@ -119,7 +123,7 @@ def supervise(
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            pass_fds=[theirs.fileno()],
+            pass_fds=[theirs.fileno(), *keep],
             start_new_session=True,
         )
     with ours:
@@ -134,6 +138,10 @@ def supervise(
                 on_tick()
                 next_tick = time.monotonic() + TICK_S
         process.wait()
+    if outcome.ended_by == "itself" and outcome.signal in ASKED:
+        time.sleep(2 * POLL_S)  # who signalled the child itself may have signalled this process too, a moment later
+    if outcome.ended_by == "itself" and interrupted() and (outcome.signal or outcome.exit_code):
+        outcome.ended_by = "interrupt"
     if watch.lost:
         # Somebody killed the leash itself; what it would have ended is ended here, by its mark.
         _end_marked(run_dir)
