@@ -9,6 +9,7 @@ runs with this module before it starts any.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 import types
@@ -349,10 +350,15 @@ def override(values: dict[str, Any], word: str) -> None:
     values[name] = value
 
 
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
 def _build(cls: type, values: Any, where: str) -> Any:
     if not isinstance(values, dict):
         raise SettingError(where.rstrip(".") or "spec", values, "must be a section with settings")
-    hints = typing.get_type_hints(cls)
+    hints = _hints(cls)
     fields = {f.name: f for f in dataclasses.fields(cls)}
     for key in values:
         if key not in fields:

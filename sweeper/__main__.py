@@ -20,8 +20,7 @@ from dflash.settings import SettingError
 from sweeper import help
 
 if TYPE_CHECKING:
-    from omegaconf import DictConfig
-
+    from sweeper.composed import Composed
     from sweeper.sweep import Result
 
 BAD_INPUT, INTERRUPTED = 2, 130
@@ -38,7 +37,7 @@ def command(arguments: list[str]) -> int:
         print(help.text())
         return 0
 
-    def carry_out(configs: Sequence[DictConfig]) -> Result:
+    def carry_out(configs: Sequence[Composed]) -> Result:
         from sweeper.sweep import sweep
 
         if len(configs) > 1 and not {"-m", "--multirun"} & set(arguments):
@@ -49,7 +48,7 @@ def command(arguments: list[str]) -> int:
     return compose(arguments, carry_out)
 
 
-def compose(arguments: list[str], carry_out: Callable[[Sequence[DictConfig]], Result]) -> int:
+def compose(arguments: list[str], carry_out: Callable[[Sequence[Composed]], Result]) -> int:
     """Compose the cells that a command line asks for and hand them over; returns the exit status of the command.
 
     What `carry_out` raises as SettingError, and what Hydra cannot read, is told in one sentence.

@@ -6,7 +6,7 @@ import difflib
 import re
 
 from hydra.errors import MissingConfigException, OverrideParseException
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 from dflash.settings import SettingError
 from sweeper import help
@@ -34,6 +34,9 @@ def sentence(error: BaseException, arguments: list[str]) -> str:
     if mandatory is not None:
         key = getattr(mandatory, "full_key", None) or _first(mandatory)
         return f"{key}=???: must be given" + (", such as 'workload.argv=[python,train.py]'" if "argv" in key else "")
+    lost = re.search(r"Interpolation key '([^']+)'", str(_cause(error, InterpolationKeyError)))
+    if lost and any(word.partition("=")[0] == f"~{lost[1]}" for word in arguments):
+        return f"{lost[1]}=removed: this setting is required"
     text = str(error)
     if "struct" in text or "Could not override" in text:
         return _unknown_key(text, arguments)

@@ -18,13 +18,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from dflash import models
 from dflash.events import STAGES
 from dflash.settings import DEVICES, JobSettings, SettingError, Split
 from sweeper import caches, machine, wheels
 from sweeper import workload as workloads
+from sweeper.composed import Composed
 from sweeper.workload import Workload
 
 # In a folder of prepared data: what it holds, with the checksum of each file.
@@ -195,7 +196,7 @@ class Run:
         return replace(self, repeat=repeat)
 
 
-def read(configs: Sequence[DictConfig], failures: Mapping[str, str] | None = None) -> tuple[Options, list[Run]]:
+def read(configs: Sequence[Composed], failures: Mapping[str, str] | None = None) -> tuple[Options, list[Run]]:
     """Options and one Run per configuration, in order; configurations that mean the same give equal runs.
 
     `failures` says which environments could not be built and why, by the key of their pins; of others that are
@@ -203,45 +204,46 @@ def read(configs: Sequence[DictConfig], failures: Mapping[str, str] | None = Non
     """
     for config in configs:
         for name in (*Options.__dataclass_fields__, *SHARED, "wheel", "cache", "workload"):
-            if name not in config:
+            if name not in config.settings:
                 raise SettingError(name, "removed", "this setting is required")
-    options = [_options(config) for config in configs]
-    for one in options[1:]:
-        for name in Options.__dataclass_fields__:
-            if (value := getattr(one, name)) != (first := getattr(options[0], name)):
-                raise SettingError(name, f"{first},{value}", "must be the same in every cell")
-    options[0].check()
+    options = _options(configs[0])
+    for config in configs[1:]:
+        if _given(config) != _given(configs[0]):
+            one = _options(config)
+            for name in Options.__dataclass_fields__:
+                if (value := getattr(one, name)) != (first := getattr(options, name)):
+                    raise SettingError(name, f"{first},{value}", "must be the same in every cell")
+    options.check()
     swept = _swept(configs)
-    return options[0], [_run(config, swept, options[0], failures or {}) for config in configs]
+    return options, [_run(config, swept, options, failures or {}) for config in configs]
 
 
-def _options(config: DictConfig) -> Options:
-    given = {name: config[name] for name in Options.__dataclass_fields__ if name != "tracking"}
+def _given(config: Composed) -> dict[str, Any]:
+    return {name: config.settings[name] for name in Options.__dataclass_fields__} | {"": config.choices["tracking"]}
+
+
+def _options(config: Composed) -> Options:
+    given = {name: config.settings[name] for name in Options.__dataclass_fields__ if name != "tracking"}
     plain: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Options), given))
-    tracking: Any = OmegaConf.to_container(config.tracking, resolve=True)
+    tracking: Any = config.settings["tracking"]
     if not isinstance(tracking["experiment"], str) or not tracking["experiment"]:
         value = "null" if tracking["experiment"] is None else tracking["experiment"]
         raise SettingError("tracking.experiment", value, "must be a name, it may not be null")
-    return replace(plain, tracking={"name": config.hydra.runtime.choices["tracking"], **tracking})
+    return replace(plain, tracking={"name": config.choices["tracking"], **tracking})
 
 
-def _swept(configs: Sequence[DictConfig]) -> list[str]:
+def _swept(configs: Sequence[Composed]) -> list[str]:
     """Keys, other than the factors, that the command line gave different values in different cells."""
     values: dict[str, set[str]] = {}
     for config in configs:
-        for override in config.hydra.overrides.task:
+        for override in config.overrides:
             key, _, value = override.lstrip("+~").partition("=")
             values.setdefault(key, set()).add(value)
     return [key for key, seen in values.items() if len(seen) > 1 and key not in (*FACTORS, CACHE_FROM)]
 
 
-def _run(config: DictConfig, swept: Iterable[str], options: Options, failures: Mapping[str, str]) -> Run:
-    settings: Any = OmegaConf.to_container(
-        OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"]),
-        resolve=True,
-        throw_on_missing=True,
-    )
-    choices = config.hydra.runtime.choices
+def _run(config: Composed, swept: Iterable[str], options: Options, failures: Mapping[str, str]) -> Run:
+    settings, choices = config.settings, config.choices
     workload = workloads.read(settings["workload"])
     known = {*Options.__dataclass_fields__, *FACTORS, *SHARED, *workload.sections, "workload", "cache_from"}
     known |= set() if workload.is_trainer else {"args"}
@@ -253,7 +255,7 @@ def _run(config: DictConfig, swept: Iterable[str], options: Options, failures: M
     cell = levels | {"split": str(settings["split"])}
     cell = {name: cell[name] for name in FACTORS}
     for key in swept:
-        cell[key] = str(choices[key]) if key in choices else str(OmegaConf.select(config, key))
+        cell[key] = str(choices[key]) if key in choices else str(_at(settings, key))
     spec = {
         "compile": levels["compile"],
         "split": settings["split"],
@@ -293,6 +295,16 @@ def _run(config: DictConfig, swept: Iterable[str], options: Options, failures: M
         skip=skip,
         cache_wheel=cache_wheel,
     )
+
+
+def _at(settings: Any, key: str) -> Any:
+    """The setting of this dotted name; None where there is none."""
+    for part in filter(None, re.split(r"[.\[\]]", key)):
+        if isinstance(settings, list) and part.isdigit():
+            settings = dict(enumerate(settings)).get(int(part))
+        else:
+            settings = settings.get(part) if isinstance(settings, dict) else None
+    return settings
 
 
 def _job(spec: dict[str, Any]) -> dict[str, Any]:

@@ -18,11 +18,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from omegaconf import DictConfig
-
 from dflash.settings import SettingError
 from sweeper import help, run, spec, store, wheels
 from sweeper.caches import snapshots
+from sweeper.composed import Composed
 from sweeper.store import Attempt
 
 OK, FAULT, NOT_OK, INTERRUPTED = 0, 1, 3, 130
@@ -65,7 +64,7 @@ class Result:
     verdicts: list[list[str]]
 
 
-def sweep(configs: Sequence[DictConfig]) -> Result:
+def sweep(configs: Sequence[Composed]) -> Result:
     """Do all that the composed configurations ask for. Raises SettingError, before anything is started."""
     options, cells = spec.read(configs)
     past = store.history(options.folder)
@@ -123,14 +122,15 @@ def _donors_first(block: list[spec.Run], folder: Path) -> None:
 
     Saves a priming run per key, at the price of a fixed order of these two in one block.
     """
-    for place, one in enumerate(block):
-        key = _wanted(one)
-        if not key or snapshots.exists(folder, key):
-            continue
-        for later in range(place + 1, len(block)):
-            if not block[later].donor() and block[later].snapshot_key() == key:
-                block[place], block[later] = block[later], block[place]
-                break
+    wanted = [_wanted(one) for one in block]
+    missing = {key for key in wanted if key and not snapshots.exists(folder, key)}
+    left = [one.snapshot_key() if missing and not one.donor() else "" for one in block]
+    for place, key in enumerate(wanted):
+        if key in missing and key in left[place + 1 :]:
+            later = left.index(key, place + 1)
+            together: list[list[Any]] = [block, wanted, left]
+            for several in together:
+                several[place], several[later] = several[later], several[place]
 
 
 def _wanted(one: spec.Run) -> str:

@@ -26,6 +26,7 @@ from sweeper.bisect import search, speed
 from sweeper.bisect.__main__ import bisect as carry_out
 from sweeper.bisect.question import Question, parse
 from sweeper.bisect.search import Answer, believe, decide
+from sweeper.composed import plain
 from sweeper.help import CONF
 from sweeper.store import Attempt
 
@@ -362,7 +363,7 @@ def test_what_is_no_list_of_levels_is_refused(tmp_path: Path, levels: list[str],
             for one in levels
         ]
     with pytest.raises(SettingError, match=said):
-        carry_out(cells, Question("args.n", ",".join(levels)))
+        carry_out(list(map(plain, cells)), Question("args.n", ",".join(levels)))
     assert not (tmp_path / "store").exists()
 
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from dflash.settings import SettingError
 from sweeper import spec
 from sweeper.__main__ import _hydras, _resolvers
+from sweeper.composed import plain
 from sweeper.help import CONF
 from sweeper.progress import Printed, number
 
@@ -168,7 +169,7 @@ def read(tmp_path: Path, *overrides: str) -> spec.Run:
     words = [f"store={tmp_path}/store", "workload=command", *map(_hydras, overrides)]
     with initialize_config_dir(str(CONF), version_base="1.3"):
         config = compose("config", words, return_hydra_config=True)
-    return spec.read([config])[1][0]
+    return spec.read([plain(config)])[1][0]
 
 
 @pytest.mark.parametrize(

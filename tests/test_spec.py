@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from dflash.settings import Data, JobSettings, SettingError, Target
 from sweeper import spec, wheels
 from sweeper.__main__ import _resolvers
+from sweeper.composed import plain
 from sweeper.help import CONF
 
 
@@ -23,7 +24,7 @@ def read(tmp_path: Path, *overrides: str, **more: Any) -> spec.Run:
     _resolvers(str(tmp_path))
     with initialize_config_dir(str(CONF), version_base="1.3"):
         config = compose("config", [f"store={tmp_path}/store", *overrides], return_hydra_config=True)
-    _, (run,) = spec.read([config])
+    _, (run,) = spec.read([plain(config)])
     return run
 
 
@@ -234,7 +235,7 @@ def test_several_cells_are_told_apart_by_what_was_swept(tmp_path: Path) -> None:
         for layers in (2, 5):
             overrides = [f"store={tmp_path}", "train.steps=9", f"drafter.layers={layers}"]
             configs.append(compose("config", overrides, return_hydra_config=True))
-    _, found = spec.read(configs)
+    _, found = spec.read(list(map(plain, configs)))
     assert [run.cell["drafter.layers"] for run in found] == ["2", "5"]
     assert all("train.steps" not in run.cell for run in found)
 
@@ -246,7 +247,7 @@ def test_options_that_differ_between_cells_are_refused(tmp_path: Path) -> None:
             overrides = [f"store={tmp_path}", f"grace={grace}", "workload=command", "workload.argv=[a]"]
             configs.append(compose("config", overrides, return_hydra_config=True))
     with pytest.raises(SettingError, match=r"grace=1.0,2.0: must be the same in every cell"):
-        spec.read(configs)
+        spec.read(list(map(plain, configs)))
 
 
 def test_the_wheel_is_known_by_what_it_computes_with() -> None:

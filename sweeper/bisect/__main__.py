@@ -37,9 +37,8 @@ from sweeper.bisect.question import Question, Result, parse
 from sweeper.bisect.search import Answer
 
 if TYPE_CHECKING:
-    from omegaconf import DictConfig
-
     from sweeper import spec, sweep
+    from sweeper.composed import Composed
     from sweeper.store import Attempt
 
 NO_ANSWER = 3
@@ -59,7 +58,7 @@ def main() -> None:
     sys.exit(compose(["-m", *rest, f"{question.factor}={question.levels}"], lambda configs: bisect(configs, question)))
 
 
-def bisect(configs: Sequence[DictConfig], question: Question) -> sweep.Result:
+def bisect(configs: Sequence[Composed], question: Question) -> sweep.Result:
     """Run levels until the answer is sure, and print it. Raises SettingError, before anything is started."""
     from sweeper import spec, store, sweep
     from sweeper.report import table
