@@ -1,17 +1,27 @@
 """How often do drafters that share a process die while they compile? One strategy against another, cold.
 
     python benchmarks/race.py --strategies unlocked,locked --trials 10 --drafters 3 --json out.json
+    python benchmarks/race.py --strategies locked,whole --trials 200 --repeats 50 --backend traced --json out.json
+    python benchmarks/race.py --summary benchmarks/results/race-*.json
 
-A trial is a fresh process with empty compile caches. In it each drafter is a thread with a small model of its
-own and a shape of its own (on one GPU or on CPU that stands for a device of its own), doing forward, backward
-and SGD, while a target thread calls un-compiled modules. All keep stepping until every drafter has made --steps
-steps or died, as a training job would. Trials of the strategies alternate. The table gives the share of trials
-in which something went wrong, with Wilson's 95 % interval.
+A trial begins with empty compile caches. In it each drafter is a thread with a small model of its own and a shape
+of its own (on one GPU or on CPU that stands for a device of its own), doing forward, backward and SGD, while a
+target thread calls un-compiled modules. All keep stepping until every drafter has made --steps steps or died, as a
+training job would. Trials of the strategies alternate. The table gives the share of trials in which something went
+wrong, with Wilson's 95 % interval.
+
+By default a trial is a process of its own. With --repeats a process makes that many, one after another, each after
+torch has been told to forget all graphs and with a strategy, models and cache folders of its own; a trial that ends
+otherwise than ok ends its process, for it may leave torch in any state. The races are in tracing, so a backend that
+only traces shows them in about a second a trial: `aot_eager`, or `traced`, which is aot_eager with a plain symbolic
+trace in every compile, forward and backward, as Inductor makes one a process. Without that second trace torch from
+2.13 on hides the races from aot_eager, and trials of it prove nothing there.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import faulthandler
 import json
 import os
@@ -24,9 +34,10 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 KINDS = {
     "FX to symbolically trace": "fx_flag",
@@ -38,23 +49,35 @@ KINDS = {
 
 def main() -> None:
     options = parse()
+    if options.summary:
+        print(summary([Path(name) for name in options.summary]))
+        return
     if options.trial:
-        print("RESULT " + json.dumps(trial(options.trial, options)), flush=True)
-        os._exit(0)  # threads of a failed trial may hang for ever
+        trials(options.trial, options)
     strategies = options.strategies.split(",")
-    plan = [(name, number) for number in range(options.trials) for name in strategies]
+    plan = [(name, first) for first in range(0, options.trials, options.repeats) for name in strategies]
     results: list[dict[str, Any]] = []
+    writing = threading.Lock()
 
-    def one(item: tuple[str, int]) -> None:
-        result = run_trial(*item, options)
-        results.append(result)
-        bad = [f"{e['kind']} in {e['thread']}" for e in result["errors"]]
-        print(f"{len(results)}/{len(plan)} {item[0]}: {result['outcome']} {result['seconds']} s {bad}", flush=True)
-        if options.json:
-            Path(options.json).write_text(report(results))
+    def keep(result: dict[str, Any]) -> None:
+        with writing:
+            results.append(result)
+            total, bad = options.trials * len(strategies), [f"{e['kind']} in {e['thread']}" for e in result["errors"]]
+            name, outcome, seconds = result["strategy"], result["outcome"], result["seconds"]
+            print(f"{len(results)}/{total} {name}: {outcome} {seconds} s {bad}", flush=True)
+            if options.json:
+                Path(options.json).write_text(report(results))
+
+    def some(item: tuple[str, int]) -> None:
+        name, number = item
+        end = min(number + options.repeats, options.trials)
+        while number < end:  # a process that ends early leaves the rest to a new one
+            for result in run_process(name, end - number, options):
+                keep(result | {"number": number})
+                number += 1
 
     with ThreadPoolExecutor(options.jobs) as pool:
-        list(pool.map(one, plan))
+        list(pool.map(some, plan))
     print(table(strategies, results))
 
 
@@ -70,50 +93,79 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--strategies", default="unlocked,locked", help="comma-separated")
     parser.add_argument("--trials", type=int, default=5, help="per strategy")
+    parser.add_argument("--repeats", type=int, default=1, help="trials that one process makes, one after another")
     parser.add_argument("--drafters", type=int, default=3)
     parser.add_argument("--steps", type=int, default=6, help="each drafter makes at least so many")
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--same-shape", action="store_true", help="give all drafters one shape")
-    parser.add_argument("--backend", default="inductor", help="torch.compile's backend")
+    parser.add_argument("--backend", default="inductor", help="torch.compile's backend, or traced (see above)")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     parser.add_argument("--share", action="store_true", help="put all drafters on the first GPU")
     parser.add_argument("--timeout", type=float, default=180.0, help="seconds after which a trial counts as hung")
     parser.add_argument("--jobs", type=int, default=1, help="trials at a time")
     parser.add_argument("--json", help="file for every trial's outcome")
+    parser.add_argument("--summary", nargs="+", metavar="FILE", help="run nothing; a table of these files of --json")
     parser.add_argument("--trial", help=argparse.SUPPRESS)
-    return parser.parse_args()
+    options = parser.parse_args()
+    for name in ("trials", "repeats", "drafters", "jobs"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} {getattr(options, name)}: must be at least 1")
+    return options
 
 
-def run_trial(strategy: str, number: int, options: argparse.Namespace) -> dict[str, Any]:
-    """One trial in a process of its own, its caches empty and removed afterwards."""
-    began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="race-") as folder:
+def run_process(strategy: str, repeats: int, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Up to `repeats` trials in a process of their own, its caches removed afterwards; at least one, the last not ok
+    if they are fewer."""
+    with tempfile.TemporaryDirectory(prefix="race-") as folder, Path(folder, "stderr").open("w+") as err:
         caches = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCH_EXTENSIONS_DIR", "CUDA_CACHE_PATH")
-        environment = os.environ | {name: str(Path(folder, name.lower())) for name in caches}
+        environment = os.environ | {name: str(Path(folder, name.lower())) for name in caches} | {"TMPDIR": folder}
         environment["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # no pool of compile processes to wait for or to leak
+        began = time.monotonic()
         child = subprocess.Popen(
-            [sys.executable, __file__, *sys.argv[1:], "--trial", strategy],
+            [sys.executable, __file__, *sys.argv[1:], "--trial", strategy, "--repeats", str(repeats)],
             env=environment,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=err,
             text=True,
             start_new_session=True,
         )
+        # A trial that hangs ends its process by itself; this is for one that cannot even do that.
+        last_resort = threading.Timer(options.timeout * repeats + 60, os.killpg, (child.pid, signal.SIGKILL))
+        last_resort.start()
+        result: dict[str, Any] = {"errors": [], "uncompiled_calls": 0, "strategy": strategy, "backend": options.backend}
+        result |= {"repeats": options.repeats}
+        ended = 0
+        assert child.stdout is not None
         try:
-            out, err = child.communicate(timeout=options.timeout + 60)
-        except subprocess.TimeoutExpired:
-            os.killpg(child.pid, signal.SIGKILL)
-            out, err = child.communicate()
-    lines = [line[7:] for line in out.splitlines() if line.startswith("RESULT ")]
-    result: dict[str, Any] = json.loads(lines[-1]) if lines else {"errors": [], "uncompiled_calls": 0}
-    result |= {"strategy": strategy, "number": number, "seconds": round(time.monotonic() - began, 1)}
-    if not lines:
-        hung = "Timeout (" in err or child.returncode == -signal.SIGKILL
-        result["outcome"] = "hung" if hung else "crashed"
-        result["returncode"], result["stacks"] = child.returncode, stacks(err)
-    else:
-        result["outcome"] = "failed" if result["errors"] else "dense" if result["uncompiled_calls"] else "ok"
-    return result
+            for line in child.stdout:
+                word, _, rest = line.partition(" ")
+                if word == "BEGIN":
+                    result |= json.loads(rest)
+                elif word == "RESULT":
+                    done = result | json.loads(rest) | {"seconds": round(time.monotonic() - began, 1)}
+                    done["outcome"] = outcome(done)
+                    ended, began = ended + 1, time.monotonic()
+                    yield done
+            child.wait()
+        finally:
+            last_resort.cancel()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+        if child.returncode != 0 or ended == 0:
+            err.seek(0)
+            text = err.read()
+            hung = "Timeout (" in text or child.returncode == -signal.SIGKILL
+            yield result | {
+                "seconds": round(time.monotonic() - began, 1),
+                "outcome": "hung" if hung else "crashed",
+                "returncode": child.returncode,
+                "stacks": stacks(text),
+            }
+
+
+def outcome(result: dict[str, Any]) -> str:
+    """What became of a trial that came to its end: failed, dense (attention ran un-compiled) or ok."""
+    return "failed" if result["errors"] else "dense" if result["uncompiled_calls"] else "ok"
 
 
 def stacks(text: str, frames: int = 16) -> list[str]:
@@ -128,17 +180,62 @@ def stacks(text: str, frames: int = 16) -> list[str]:
     return found[-40:]
 
 
-def trial(strategy_name: str, options: argparse.Namespace) -> dict[str, Any]:
+def trials(strategy_name: str, options: argparse.Namespace) -> NoReturn:
+    """The child: prints what it runs on, then a result for each trial until one is not ok."""
     faulthandler.dump_traceback_later(options.timeout, exit=True)
+    import torch
+
+    wanted = options.device
+    device_type = "cuda" if wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available()) else "cpu"
+    device = torch.cuda.get_device_name() if device_type == "cuda" else "cpu"
+    print("BEGIN " + json.dumps({"torch": torch.__version__, "device": device}), flush=True)
+    torch.set_num_threads(1)
+    if options.backend == "traced":
+        register_traced()
+    for _ in range(options.repeats):
+        faulthandler.dump_traceback_later(options.timeout, exit=True)
+        with cold():
+            result = trial(strategy_name, device_type, options)
+        print("RESULT " + json.dumps(result), flush=True)
+        if outcome(result) != "ok":
+            break
+    os._exit(0)  # threads of a failed trial may hang for ever
+
+
+def register_traced() -> None:
+    """Make `traced` a backend: aot_eager that also does in every compile what Inductor does in a process's first."""
+    import torch
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.backends.registry import register_backend
+
+    def compiler(graph: Any, _: Any) -> Any:
+        torch.fx.symbolic_trace(graph)
+        return graph
+
+    register_backend(aot_autograd(fw_compiler=compiler, bw_compiler=compiler), name="traced")
+
+
+@contextlib.contextmanager
+def cold() -> Iterator[None]:
+    """A fresh folder for compile caches, and torch's memory of graphs and of what it does once a process cleared."""
+    import torch
+    from torch._inductor.loop_body import InterpreterShim
+    from torch._inductor.utils import fresh_cache
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    InterpreterShim._dummy_gm.cache_clear()  # the plain symbolic trace
+    with fresh_cache():
+        yield
+
+
+def trial(strategy_name: str, device_type: str, options: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     from dflash.attention import DFlashMask
     from dflash.probe import Probe
     from dflash.strategies import make
 
-    wanted = options.device
-    device_type = "cuda" if wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available()) else "cpu"
-    torch.set_num_threads(1)
     torch.manual_seed(0)
     probe = Probe()
     probe.install()
@@ -208,14 +305,16 @@ def trial(strategy_name: str, options: argparse.Namespace) -> dict[str, Any]:
         thread.start()
     for thread in threads:
         thread.join()
+    strategy.close()
+    probe.close()
+    counters = probe.counters()
+    counters["caches"] = {layer: seen for layer, seen in counters["caches"].items() if any(seen.values())}
     return {
         "errors": errors,
         "steps": steps,
-        "torch": torch.__version__,
-        "device": torch.cuda.get_device_name() if device_type == "cuda" else "cpu",
         "rss_bytes": probe.memory()["rss_bytes"],
         "gpu_bytes": probe.memory()["gpu_bytes"],
-        **probe.counters(),
+        **counters,
     }
 
 
@@ -266,16 +365,45 @@ def wilson(hits: int, trials: int, z: float = 1.96) -> tuple[float, float]:
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
+def how(results: list[dict[str, Any]]) -> str:
+    """What went wrong, with the number of trials in which it did."""
+    kinds: Counter[str] = Counter()
+    for r in results:
+        kinds.update({e["kind"] for e in r["errors"]} or ({r["outcome"]} if r["outcome"] != "ok" else ()))
+    return ", ".join(f"{kind} {n}" for kind, n in kinds.most_common()) or "-"
+
+
+def share(results: list[dict[str, Any]]) -> tuple[int, str]:
+    """How many trials were not ok, and Wilson's interval of their share."""
+    bad = sum(r["outcome"] != "ok" for r in results)
+    low, high = wilson(bad, len(results))
+    return bad, f"{100 * low:.1f} to {100 * high:.1f} %"
+
+
+def summary(files: list[Path]) -> str:
+    """A Markdown table of all trials in these files: a line for each torch build, device, backend and strategy."""
+    groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for file in files:
+        results = json.loads(file.read_text())["results"]
+        known = next(r for r in results if "torch" in r)  # old files: a hung trial did not say where it ran
+        for r in results:
+            torch, device = (r.get(key, known[key]) for key in ("torch", "device"))
+            per_process = str(r.get("repeats", 1))
+            groups.setdefault((torch, device, r.get("backend", "inductor"), per_process, r["strategy"]), []).append(r)
+    lines = ["| torch | device | backend | trials a process | strategy | trials | not ok | interval | how |"]
+    lines.append("|---" * 9 + "|")
+    for key, results in sorted(groups.items()):
+        bad, interval = share(results)
+        lines.append(f"| {' | '.join(key)} | {len(results)} | {bad} | {interval} | {how(results)} |")
+    return "\n".join(lines)
+
+
 def table(strategies: list[str], results: list[dict[str, Any]]) -> str:
     head = ("strategy", "trials", "not ok", "share", "95 % interval", "how", "uncompiled", "holders")
     rows = [head]
     for name in strategies:
         mine = [r for r in results if r["strategy"] == name]
-        bad = sum(r["outcome"] != "ok" for r in mine)
-        low, high = wilson(bad, len(mine))
-        how: Counter[str] = Counter()
-        for r in mine:
-            how.update({e["kind"] for e in r["errors"]} or ({r["outcome"]} if r["outcome"] != "ok" else ()))
+        bad, interval = share(mine)
         holders = Counter(f"{h['thread']}: {h['path']}" for r in mine for e in r["errors"] for h in e["holders"][:1])
         rows.append(
             (
@@ -283,8 +411,8 @@ def table(strategies: list[str], results: list[dict[str, Any]]) -> str:
                 str(len(mine)),
                 str(bad),
                 f"{bad / max(1, len(mine)):.0%}",
-                f"{low:.0%} to {high:.0%}",
-                ", ".join(f"{kind} {n}" for kind, n in how.most_common()) or "-",
+                interval,
+                how(mine),
                 str(sum(r["uncompiled_calls"] for r in mine)),
                 "; ".join(f"{n} x {path}" for path, n in holders.most_common(3)) or "-",
             )
