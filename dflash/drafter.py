@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dflash import fused
 from dflash.attention import DFlashMask, attend_dense
 from dflash.geometry import Geometry
 
@@ -119,15 +120,21 @@ class Drafter(nn.Module):
         features [R, S, taps * H]; context_position [R, S]; x [R, Q, H], the embedded block inputs;
         block_position [R, Q]. Gives [R, Q, H]. Each layer has its own window, whatever the mask's is.
         """
-        seen = {
-            window: self.prepare(DFlashMask(mask.document, mask.anchors, mask.block, window))
-            for window in self.geometry.distinct_windows
-        }
+        if fused.usable(x):
+            from dflash.fused import layer as passes  # here, because it needs Triton
+
+            return passes.forward(self, features, context_position, x, block_position, mask)
+        seen = self.seen(mask)
         context = self.hidden_norm(self.fc(features))
         turn = self._turn(torch.cat([context_position, block_position], dim=1)).to(x.dtype)
         for layer, window in zip(self.layers, self.geometry.windows, strict=True):
             x = layer(x, context, turn, self.attend, seen[window])
         return self.norm(x)
+
+    def seen(self, mask: DFlashMask) -> dict[int | None, Any]:
+        """What layers need of the mask, by their windows."""
+        windows = self.geometry.distinct_windows
+        return {w: self.prepare(DFlashMask(mask.document, mask.anchors, mask.block, w)) for w in windows}
 
     def context_kv(self, features: Tensor, position: Tensor) -> list[KeyValue]:
         """Every layer's keys and values of T tokens of context, for `draft`.
@@ -152,11 +159,15 @@ class Drafter(nn.Module):
             x = layer.draft(x, known, turn, seen[window])
         return self.norm(x)
 
-    def _turn(self, position: Tensor) -> Tensor:
-        """Rotary cos and sin, float32 [2, R, L, head_dim], of plain RoPE (half-split layout, as Qwen3)."""
+    def angles(self, position: Tensor) -> Tensor:
+        """Of plain RoPE, float32 [R, L, head_dim / 2], for position [R, L]."""
         d = self.geometry.head_dim
         power = torch.arange(0, d, 2, device=position.device, dtype=torch.float32) / d
-        angle = position[:, :, None].float() * self.geometry.rope_theta**-power
+        return position[:, :, None].float() * self.geometry.rope_theta**-power
+
+    def _turn(self, position: Tensor) -> Tensor:
+        """Rotary cos and sin, float32 [2, R, L, head_dim] (half-split layout, as Qwen3)."""
+        angle = self.angles(position)
         angle = torch.cat([angle, angle], dim=-1)
         return torch.stack([angle.cos(), angle.sin()])
 

@@ -1,0 +1,39 @@
+"""The elementwise work of a training step in few passes over memory, as Triton kernels for an eager forward.
+
+Around the matrix products of a layer lie norms, rotary turns, SwiGLU and residual sums. Written as modules each
+is several passes over tensors of hundreds of megabytes, and each keeps what it read for the backward. Here each
+is one pass a direction, and what is cheap to make again is made again. Under torch.compile the plain modules in
+dflash.drafter are traced instead, as Inductor fuses them as well; on CPU they run as they are. Both are one
+model: tests hold one against the other.
+
+layer.py      the drafter's forward in these terms (read this first)
+norm.py       residual sum and RMSNorm
+heads.py      queries, keys and values from their projections: norm of each head, rotary turn, place
+swiglu.py     SwiGLU
+cross_entropy.py   losses, likeliest token and gradient of a chunk of logits
+
+Liger has norm, SwiGLU and cross-entropy too, but no norm with rotary turn, nor both into one buffer of keys, and
+it brings Triton to machines without a GPU (190 MB).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+
+import torch
+from torch import Tensor
+
+__all__ = ["usable"]
+
+_TYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def usable(x: Tensor) -> bool:
+    """Whether these kernels can work on `x` here and now."""
+    return x.is_cuda and x.dtype in _TYPES and not torch.compiler.is_compiling() and _has_triton()
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None

@@ -1,0 +1,59 @@
+"""Cross-entropy of a chunk of logits: losses, likeliest token and gradient, the logits read twice and no more."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dflash.fused import launch
+
+_BLOCK = 8192
+_WARPS = 16
+
+
+@triton.jit
+def _kernel(logits, labels, losses, predicted, slope, width, stride, BLOCK: tl.constexpr):
+    # One program a row and few at a time on a multiprocessor, so the second reading of a row comes from L2.
+    row = tl.program_id(0)
+    begin = logits + row.to(tl.int64) * stride
+    at = tl.arange(0, BLOCK)
+    # Each lane has a running maximum, where it was, and the sum of exponentials relative to it.
+    high = tl.full([BLOCK], float("-inf"), dtype=tl.float32)
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    where = at
+    for start in range(0, width, BLOCK):
+        value = tl.load(begin + start + at, mask=start + at < width, other=float("-inf")).to(tl.float32)
+        above = value > high
+        where = tl.where(above, start + at, where)
+        higher = tl.where(above, value, high)
+        # A lane that has seen nothing but -inf keeps a sum of zero; NaN stays NaN and reaches the loss.
+        total = total * tl.where(above, tl.exp(high - higher), 1.0)
+        total += tl.where(value == float("-inf"), 0.0, tl.exp(value - higher))
+        high = higher
+    top = tl.max(high, 0)
+    whole = tl.sum(tl.where(high == float("-inf"), total, total * tl.exp(high - top)), 0)
+    likeliest = tl.min(tl.where(high == top, where, width), 0)  # the first of equals
+    norm = top + tl.log(whole)
+    label = tl.load(labels + row)
+    tl.store(losses + row, norm - tl.load(begin + label).to(tl.float32))
+    tl.store(predicted + row, tl.minimum(likeliest, width - 1).to(tl.int64))
+    out = slope + row.to(tl.int64) * width
+    for start in range(0, width, BLOCK):
+        inside = start + at < width
+        value = tl.load(begin + start + at, mask=inside, other=float("-inf")).to(tl.float32)
+        gradient = tl.exp(value - norm) - tl.where(start + at == label, 1.0, 0.0)
+        tl.store(out + start + at, gradient.to(slope.dtype.element_ty), mask=inside)
+
+
+def cross_entropy(logits: Tensor, labels: Tensor, losses: Tensor, predicted: Tensor, slope: Tensor) -> None:
+    """Fill `losses` float32 [M], `predicted` int64 [M] and `slope` [M, V], d losses / d logits.
+
+    `logits` [M, V] of any float type, last dimension dense; `slope` may be the logits' own memory if types agree.
+    """
+    if len(logits):
+        with launch.on(logits):
+            _kernel[(len(logits),)](
+                logits, labels, losses, predicted, slope, logits.shape[1], logits.stride(0), _BLOCK, num_warps=_WARPS
+            )

@@ -1,0 +1,59 @@
+"""SwiGLU of a gate and an up projection that lie side by side."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dflash.fused import launch
+
+_BLOCK = 2048
+
+
+@triton.jit
+def _forward(gate_up, out, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < width
+    gate = tl.load(gate_up + row * 2 * width + at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * width + width + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * width + at, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _backward(gate_up, d_out, d_gate_up, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < width
+    pair, own = row * 2 * width + at, row * width + at
+    gate = tl.load(gate_up + pair, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + pair + width, mask=inside, other=0.0).to(tl.float32)
+    upstream = tl.load(d_out + own, mask=inside, other=0.0).to(tl.float32)
+    sigmoid = tl.sigmoid(gate)
+    silu = gate * sigmoid
+    d_gate = upstream * up * (sigmoid + silu * (1.0 - sigmoid))
+    tl.store(d_gate_up + pair, d_gate.to(d_gate_up.dtype.element_ty), mask=inside)
+    tl.store(d_gate_up + pair + width, (upstream * silu).to(d_gate_up.dtype.element_ty), mask=inside)
+    tl.store(d_out + own, (silu * up).to(d_out.dtype.element_ty), mask=inside)
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up, [M, I], of gate_up [M, 2 I], contiguous."""
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(rows, width)
+    if rows:
+        with launch.on(gate_up):
+            _forward[(rows, triton.cdiv(width, _BLOCK))](gate_up, out, width, _BLOCK)
+    return out
+
+
+def swiglu_backward(gate_up: Tensor, d_out: Tensor) -> tuple[Tensor, Tensor]:
+    """(gradient of gate_up, silu(gate) * up once more); the second takes the place of `d_out`."""
+    rows, width = d_out.shape
+    d_gate_up = torch.empty_like(gate_up)
+    if rows:
+        with launch.on(gate_up):
+            _backward[(rows, triton.cdiv(width, _BLOCK))](gate_up, d_out, d_gate_up, width, _BLOCK)
+    return d_gate_up, d_out

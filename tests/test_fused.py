@@ -1,0 +1,119 @@
+"""The fused passes equal the drafter's modules: one model, two ways through memory.
+
+On a GPU as they run there; elsewhere under Triton's interpreter, if Triton is there at all.
+"""
+
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu":
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+pytest.importorskip("triton")
+
+from small_drafter import SHAPE
+
+from dflash import settings
+from dflash.attention import DFlashMask, attend_dense, visible
+from dflash.drafter import Drafter, Geometry
+from dflash.fused import cross_entropy, layer
+
+
+def _drafter(**shape):
+    torch.manual_seed(0)
+    wish = settings.Drafter(layers=2, block=4, window=5, window_layers=[1])
+    drafter = Drafter(Geometry.settle(wish, SimpleNamespace(**vars(SHAPE) | shape)), visible, attend_dense)
+    for name, parameter in drafter.named_parameters():
+        if parameter.ndim == 1:  # norms begin as ones, which would hide a scale left out
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+        else:
+            parameter.data.mul_(8.0)
+        assert name
+    return drafter.to(DEVICE)
+
+
+def _inputs(drafter, rows=2, context=18, anchors=((2, 6, 9, 15, -1), (1, 4, 5, 16, 17))):
+    g = drafter.geometry
+    document = torch.tensor([[0] * 5 + [1] * 7 + [2] * 4 + [-1] * 2] * rows)
+    position = torch.cat([torch.arange(n) for n in (5, 7, 4, 2)]).repeat(rows, 1)
+    anchors = torch.tensor(anchors)[:rows]
+    slots = torch.arange(4).repeat(anchors.shape[1])
+    x = torch.randn(rows, anchors.shape[1] * 4, g.hidden)
+    block_position = position.gather(1, anchors.clamp(min=0)).repeat_interleave(4, dim=1) + slots
+    features = torch.randn(rows, context, g.num_taps * g.hidden)
+    moved = [t.to(DEVICE) for t in (features, position, x, block_position, document, anchors)]
+    return *moved[:4], DFlashMask(moved[4], moved[5], 4)
+
+
+def _both(drafter, inputs, dtype):
+    """Outputs and gradients of the modules in float64 and of the fused passes in `dtype`, by name."""
+    exact, low = [], []
+    for forward, kind, into in (
+        (Drafter.forward, torch.float64, exact),
+        (layer.forward, dtype, low),
+    ):
+        features, place, x, block_place, mask = inputs
+        model = drafter.to(kind)
+        x = x.to(kind).requires_grad_()
+        hidden = forward(model, features.to(kind), place, x, block_place, mask)
+        torch.manual_seed(1)
+        wanted = dict(model.named_parameters())
+        towards = torch.randn(hidden.shape).to(hidden)
+        gradients = torch.autograd.grad((hidden * towards).sum(), [x, *wanted.values()])
+        into.extend({"hidden": hidden, "x": gradients[0]} | dict(zip(wanted, gradients[1:], strict=True)) for _ in [0])
+    return exact[0], low[0]
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {},  # widths that are no powers of two, 3 queries a key
+        {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 16, "hidden_size": 40},
+    ],
+)
+def test_outputs_and_every_gradient_are_those_of_the_modules(shape):
+    drafter = _drafter(**shape)
+    exact, low = _both(drafter, _inputs(drafter), torch.float32)
+    for name, value in exact.items():
+        assert (low[name].double() - value).norm() <= 2e-5 * value.norm(), name
+
+
+def test_bfloat16_strays_no_further_than_its_rounding():
+    drafter = _drafter().bfloat16()
+    exact, low = _both(drafter, _inputs(drafter), torch.bfloat16)
+    assert {value.dtype for value in low.values()} == {torch.bfloat16}
+    for name, value in exact.items():
+        assert (low[name].double() - value).norm() <= 0.04 * value.norm(), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_cross_entropy_of_a_chunk_equals_float64(dtype, in_place):
+    torch.manual_seed(2)
+    for width in (5, 8192, 20011):
+        logits = (torch.randn(3, width) * 4).to(dtype).to(DEVICE)
+        logits[1, : width // 2] = -1e4  # probabilities that vanish
+        logits[2, 3] = logits[2, 1] = 40.0  # equals: the first is the likeliest
+        labels = torch.tensor([0, width - 1, 1], device=DEVICE)
+        exact = logits.double().requires_grad_()
+        losses = torch.nn.functional.cross_entropy(exact, labels, reduction="none")
+        (slope,) = torch.autograd.grad(losses.sum(), exact)
+        got = torch.empty(3, device=DEVICE), torch.empty_like(labels)
+        out = logits.clone() if in_place else torch.empty_like(logits)
+        cross_entropy.cross_entropy(out if in_place else logits, labels, *got, out)
+        torch.testing.assert_close(got[0].double(), losses.detach(), rtol=1e-5, atol=1e-5)
+        assert got[1].tolist() == [int(logits[0].argmax()), int(logits[1].argmax()), 1]
+        torch.testing.assert_close(out.double(), slope, rtol=0.01 if dtype == torch.bfloat16 else 1e-5, atol=1e-6)
+
+
+def test_not_a_number_reaches_the_loss_and_the_token_stays_one_of_the_vocabulary():
+    logits = torch.randn(3, 9000, device=DEVICE)
+    logits[0, 7], logits[1, 7], logits[2] = float("nan"), float("inf"), float("nan")
+    losses, predicted = torch.empty(3, device=DEVICE), torch.empty(3, dtype=torch.int64, device=DEVICE)
+    labels = torch.tensor([1, 2, 3], device=DEVICE)
+    cross_entropy.cross_entropy(logits, labels, losses, predicted, torch.empty_like(logits))
+    assert losses.isnan().all()
+    assert ((predicted >= 0) & (predicted < 9000)).all()
