@@ -1,0 +1,357 @@
+"""The kernels of `dflash.attention.triton`: what one program computes, in tiles of queries and keys.
+
+A slot of block i reads two ranges of keys: context tokens [low, anchor), low being the first token of the anchor's
+document or what the window leaves of it, and the slots of its own block. A tile of queries therefore meets one range
+of context keys, whose middle every one of its rows sees in full. Only the ends of that range are masked.
+
+Names: r row of the batch, h head, s slot, t token of context; M queries and KEYS keys a tile, D head dimension, B
+slots a block. Scores are kept in units of log2, so that exp2, the one exponential the hardware has, is enough.
+Accumulators and softmax are float32, products of whatever type q, k and v have (their operands in that type).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# What a hidden score is. Finite, so that a row which has seen nothing yet makes no NaN: what it gathers meanwhile is
+# scaled by exp2(HIDDEN - a real score) = 0 as soon as it sees a key, and a row that never does is zeroed in the end.
+HIDDEN = tl.constexpr(-1.0e30)
+
+
+@triton.jit
+def _slots(anchor, first, row, slot, blocks, window, B: tl.constexpr):
+    """What slots see of the context, as [low, high), and their blocks; high -1: an empty block or no slot at all."""
+    block = slot // B
+    there = block < blocks
+    high = tl.load(anchor + row * blocks + block, mask=there, other=-1)
+    start = tl.load(first + row * blocks + block, mask=there, other=0)
+    return tl.maximum(start, high + slot % B - window + 1), high, block
+
+
+@triton.jit
+def key_tile_ranges(anchor, first, out, blocks, window, KEYS: tl.constexpr, M: tl.constexpr, B: tl.constexpr):
+    """For each key tile the query tiles (of M slots of one head) that see of it: [begin, all_begin, all_end, end).
+
+    Tiles of [all_begin, all_end) see all of it. anchor and first int32 [R, N], out int32 [R, key tiles, 4]. With
+    sorted anchors both are one range. Were they not sorted, the outer one would hold tiles that see nothing, which
+    costs time, and the inner one is given up as soon as one block of it sees only a part.
+    """
+    CHUNK: tl.constexpr = 1024
+    tile, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    key = tile * KEYS
+    begin, end, all_begin, all_end, whole = blocks, 0, blocks, 0, 0
+    for chunk in range(0, blocks, CHUNK):
+        block = chunk + tl.arange(0, CHUNK)
+        low, high, _ = _slots(anchor, first, row, block * B, blocks, window, B)
+        last_low = tl.maximum(low, high + B - window)  # of the last slot, which a window leaves least
+        some = (low < high) & (low < key + KEYS) & (high > key)
+        all_ = (high >= key + KEYS) & (last_low <= key)
+        begin = tl.minimum(begin, tl.min(tl.where(some, block, blocks)))
+        end = tl.maximum(end, tl.max(tl.where(some, block + 1, 0)))
+        all_begin = tl.minimum(all_begin, tl.min(tl.where(all_, block, blocks)))
+        all_end = tl.maximum(all_end, tl.max(tl.where(all_, block + 1, 0)))
+        whole += tl.sum(all_.to(tl.int32))
+    gap = whole != all_end - all_begin
+    begin, end = begin * B // M, tl.cdiv(end * B, M)
+    all_begin, all_end = tl.cdiv(all_begin * B, M), all_end * B // M
+    none = gap | (all_begin >= all_end)
+    begin = tl.minimum(begin, end)
+    all_begin, all_end = tl.where(none, end, all_begin), tl.where(none, end, all_end)
+    at = out + (row * tl.num_programs(0) + tile) * 4
+    tl.store(at, begin)
+    tl.store(at + 1, all_begin)
+    tl.store(at + 2, all_end)
+    tl.store(at + 3, end)
+
+
+@triton.jit
+def _context_tiles(low, high, KEYS: tl.constexpr):
+    """The key tiles of a query tile: where they start, how many, and those [a, b) that every row sees in full."""
+    sees = low < high
+    start = tl.min(tl.where(sees, low, 1 << 30))
+    end = tl.max(tl.where(sees, high, 0))
+    count = tl.where(start < end, tl.cdiv(end - start, KEYS), 0)
+    inner, outer = tl.max(low), tl.min(high)  # a row that sees nothing has high <= low: then there is no such tile
+    a = tl.where(start < end, tl.cdiv(inner - start, KEYS), 0)
+    b = tl.where(start < outer, (outer - start) // KEYS, 0)
+    none = (a >= b) | (start >= end)
+    return start, count, tl.where(none, count, a), tl.where(none, count, b)
+
+
+@triton.jit
+def _masked_tile(
+    i, start, count, a, b, own_start, own_count, context, low, high, block, KEYS: tl.constexpr, B: tl.constexpr
+):
+    """The i-th masked key tile of a query tile, of own_count + count - (b - a): first key, and who sees what of it."""
+    own = i < own_count
+    j = i - own_count
+    j = tl.where(j < a, j, j + b - a)
+    key = tl.where(own, own_start + i * KEYS, start + j * KEYS)
+    own_low = context + block * B
+    low = tl.where(own, own_low, low)
+    high = tl.where(high < 0, 0, tl.where(own, own_low + B, high))
+    keys = key + tl.arange(0, KEYS)
+    return key, (keys[None, :] >= low[:, None]) & (keys[None, :] < high[:, None])
+
+
+@triton.jit
+def _read(desc, row, head, at, KEYS: tl.constexpr, D: tl.constexpr):
+    return desc.load([row, head, at, 0]).reshape(KEYS, D)
+
+
+@triton.jit
+def _soften(scores, scale, top, total, acc):
+    """One step of the running softmax: probabilities of a tile, and what was gathered so far on the new scale."""
+    new = tl.maximum(top, tl.max(scores, 1) * scale)
+    p = tl.exp2(scores * scale - new[:, None])
+    fade = tl.exp2(top - new)
+    return p, new, total * fade + tl.sum(p, 1), acc * fade[:, None]
+
+
+@triton.jit
+def forward(
+    q, keys, values, out, lse, anchor, first,
+    q_r, q_h, q_s, o_r, o_h, o_s,
+    group, context, slots, blocks, window, scale,
+    M: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, B: tl.constexpr, PACK: tl.constexpr,
+    PRECISION: tl.constexpr, SPECIALIZE: tl.constexpr,
+):  # fmt: skip
+    """out [R, Hq, Q, D] and lse float32 [R, Hq, Q], in log2 and +inf where a slot sees nothing.
+
+    A tile holds PACK query heads of one key head times M / PACK slots: its rows then share few anchors, and hardly a
+    key tile but the last is partly hidden. The last tiles come first, since late anchors see most.
+    """
+    SLOTS: tl.constexpr = M // PACK
+    packs = group // PACK
+    tile, row = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(2).to(tl.int64)
+    key_head = tl.program_id(1) // packs
+    head = key_head * group + tl.program_id(1) % packs * PACK + tl.arange(0, M) // SLOTS
+    slot = tile * SLOTS + tl.arange(0, M) % SLOTS
+    low, high, block = _slots(anchor, first, row, slot, blocks, window, B)
+    start, count, a, b = _context_tiles(low, high, KEYS)
+    last_slot = tl.minimum((tile + 1) * SLOTS, slots) - 1
+    own_start = context + tile * SLOTS // B * B
+    own_count = tl.cdiv(context + (last_slot // B + 1) * B - own_start, KEYS)
+
+    d = tl.arange(0, D)
+    there = slot < slots
+    at = q + row * q_r + head.to(tl.int64) * q_h + slot.to(tl.int64) * q_s
+    query = tl.load(at[:, None] + d[None, :], mask=there[:, None], other=0.0)
+    top = tl.full([M], HIDDEN, tl.float32)
+    total = tl.zeros([M], tl.float32)
+    acc = tl.zeros([M, D], tl.float32)
+    r = row.to(tl.int32)
+    for i in tl.range(0, own_count + count - (b - a)):
+        key, seen = _masked_tile(
+            i, start, count, a, b, own_start, own_count, context, low, high, block, KEYS, B
+        )  # fmt: skip
+        k = _read(keys, r, key_head, key, KEYS, D)
+        scores = tl.dot(query, k.T, input_precision=PRECISION)
+        scores = tl.where(seen, scores, HIDDEN)
+        p, top, total, acc = _soften(scores, scale, top, total, acc)
+        v = _read(values, r, key_head, key, KEYS, D)
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+    for j in tl.range(a, b, warp_specialize=SPECIALIZE):
+        k = _read(keys, r, key_head, start + j * KEYS, KEYS, D)
+        scores = tl.dot(query, k.T, input_precision=PRECISION)
+        p, top, total, acc = _soften(scores, scale, top, total, acc)
+        v = _read(values, r, key_head, start + j * KEYS, KEYS, D)
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+
+    empty = high < 0
+    acc = tl.where(empty[:, None], 0.0, acc / total[:, None])
+    at = out + row * o_r + head.to(tl.int64) * o_h + slot.to(tl.int64) * o_s
+    tl.store(at[:, None] + d[None, :], acc.to(out.dtype.element_ty), mask=there[:, None])
+    heads = tl.num_programs(1) * PACK
+    tl.store(lse + (row * heads + head) * slots + slot, tl.where(empty, float("inf"), top + tl.log2(total)), mask=there)
+
+
+@triton.jit
+def own_backward(
+    q, keys, values, out, grad, lse, anchor, delta, dq, dk, dv,
+    q_r, q_h, q_s, k_r, k_h, k_t, v_r, v_h, v_t, o_r, o_h, o_s, g_r, g_h, g_s, dk_r, dk_h, dk_t, dv_r, dv_h, dv_t,
+    group, context, slots, blocks, scale, softmax_scale,
+    P: tl.constexpr, PER: tl.constexpr, D: tl.constexpr, B: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What the backward has to do for the slots of PER blocks: delta, their own keys' dk and dv, the start of dq.
+
+    delta = sum(out * grad) float32 [R, Hq, Q]; dq float32 [R, Hq, Q, D] contiguous and yet to be multiplied by
+    d**-0.5; dk and dv are complete here, as nobody else sees these keys. P >= PER * B rows are computed.
+    """
+    tile, key_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    i, d = tl.arange(0, P), tl.arange(0, D)
+    slot = tile * PER * B + i
+    block = slot // B
+    there = (i < PER * B) & (slot < slots)
+    full = tl.load(anchor + row * blocks + block, mask=there, other=-1) >= 0
+    seen = (block[:, None] == block[None, :]) & (full & there)[:, None] & there[None, :]
+    at, mask = slot.to(tl.int64)[:, None], there[:, None]
+    k = tl.load(
+        keys + row * k_r + key_head.to(tl.int64) * k_h + (context + at) * k_t + d[None, :], mask=mask, other=0.0
+    )
+    v = tl.load(
+        values + row * v_r + key_head.to(tl.int64) * v_h + (context + at) * v_t + d[None, :], mask=mask, other=0.0
+    )
+    dk_acc = tl.zeros([P, D], tl.float32)
+    dv_acc = tl.zeros([P, D], tl.float32)
+    heads = tl.num_programs(1) * group
+    for g in range(group):
+        head = (key_head * group + g).to(tl.int64)
+        query = tl.load(q + row * q_r + head * q_h + at * q_s + d[None, :], mask=mask, other=0.0)
+        o = tl.load(out + row * o_r + head * o_h + at * o_s + d[None, :], mask=mask, other=0.0)
+        do = tl.load(grad + row * g_r + head * g_h + at * g_s + d[None, :], mask=mask, other=0.0)
+        line = (row * heads + head) * slots + slot
+        sums = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+        tl.store(delta + line, sums, mask=there)
+        norm = tl.load(lse + line, mask=there, other=float("inf"))
+        scores = tl.dot(query, k.T, input_precision=PRECISION)
+        p = tl.where(seen, tl.exp2(scores * scale - norm[:, None]), 0.0)
+        dv_acc = tl.dot(p.to(do.dtype).T, do, dv_acc, input_precision=PRECISION)
+        ds = p * (tl.dot(do, v.T, input_precision=PRECISION) - sums[:, None])
+        ds = ds.to(query.dtype)
+        dk_acc = tl.dot(ds.T, query, dk_acc, input_precision=PRECISION)
+        dq_acc = tl.dot(ds, k, input_precision=PRECISION)
+        tl.store(dq + line.to(tl.int64)[:, None] * D + d[None, :], dq_acc, mask=mask)
+    tl.store(
+        dk + row * dk_r + key_head.to(tl.int64) * dk_h + (context + at) * dk_t + d[None, :],
+        (dk_acc * softmax_scale).to(dk.dtype.element_ty),
+        mask=mask,
+    )
+    tl.store(
+        dv + row * dv_r + key_head.to(tl.int64) * dv_h + (context + at) * dv_t + d[None, :],
+        dv_acc.to(dv.dtype.element_ty),
+        mask=mask,
+    )
+
+
+@triton.jit
+def _key_gradients(
+    tile, key, k, v, dk, dv, seen_by, queries, grads, dq, lse, delta, row, head, line, slots, scale,
+    M: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """One query tile's part of a key tile's gradients, and (ADD) the key tile's part of the query tile's.
+
+    Scores stand keys by queries here, so that p and ds can stay in registers as left operands of dv and dk.
+    """
+    slot = tile * M + tl.arange(0, M)
+    query = _read(queries, row, head, tile * M, M, D)
+    scores = tl.dot(k, query.T, input_precision=PRECISION)
+    if MASKED:
+        norm = tl.load(lse + line + slot, mask=slot < slots, other=float("inf"))
+        sums = tl.load(delta + line + slot, mask=slot < slots, other=0.0)
+    else:
+        norm, sums = tl.load(lse + line + slot), tl.load(delta + line + slot)
+    p = tl.exp2(scores * scale - norm[None, :])
+    if MASKED:
+        low, high = seen_by
+        keys = key + tl.arange(0, KEYS)
+        p = tl.where((keys[:, None] >= low[None, :]) & (keys[:, None] < high[None, :]), p, 0.0)
+    do = _read(grads, row, head, tile * M, M, D)
+    dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
+    ds = (p * (tl.dot(v, do.T, input_precision=PRECISION) - sums[None, :])).to(query.dtype)
+    dk = tl.dot(ds, query, dk, input_precision=PRECISION)
+    if ADD != 0:
+        part = tl.dot(ds.T, k, input_precision=PRECISION)
+        if ADD == 1:
+            dq.atomic_add([row, head, tile * M, 0], part.reshape(1, 1, M, D))
+        else:
+            at = dq + (line + slot).to(tl.int64)[:, None] * D + tl.arange(0, D)[None, :]
+            tl.atomic_add(at, part, mask=(slot < slots)[:, None], sem="relaxed")
+    return dk, dv
+
+
+@triton.jit
+def context_backward(
+    queries, keys, values, grads, lse, delta, anchor, first, ranges, dq, dk, dv,
+    dk_r, dk_h, dk_t, dv_r, dv_h, dv_t,
+    group, context, slots, blocks, window, scale, softmax_scale,
+    M: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, B: tl.constexpr, ADD: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dk and dv of the context's keys, a tile of them a program, over the query tiles in `ranges`.
+
+    ADD 1 (by tensor descriptor) or 2 (by pointer): also adds to dq atomically, in whatever order programs come;
+    ADD 0 leaves dq to query_backward. The first keys come first: in a document they are seen most.
+    """
+    tile, key_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    key = tile * KEYS
+    k = _read(keys, row, key_head, key, KEYS, D)
+    v = _read(values, row, key_head, key, KEYS, D)
+    dk_acc = tl.zeros([KEYS, D], tl.float32)
+    dv_acc = tl.zeros([KEYS, D], tl.float32)
+    at = ranges + (row * tl.num_programs(0) + tile) * 4
+    begin, all_begin, all_end, end = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+    heads = tl.num_programs(1) * group
+    early = all_begin - begin
+    masked = early + end - all_end
+    whole = all_end - all_begin
+    # One loop over heads and tiles together: short ranges would else refill the pipeline for every head.
+    for i in tl.range(0, masked * group):
+        head = key_head * group + i // masked
+        j = i % masked
+        j = tl.where(j < early, begin + j, all_end + j - early)
+        low, high, _ = _slots(anchor, first, row, j * M + tl.arange(0, M), blocks, window, B)
+        dk_acc, dv_acc = _key_gradients(
+            j, key, k, v, dk_acc, dv_acc, (low, high), queries, grads, dq, lse, delta, row, head,
+            (row * heads + head) * slots, slots, scale, M, KEYS, D, ADD, PRECISION, True,
+        )  # fmt: skip
+    for i in tl.range(0, whole * group):
+        head = key_head * group + i // whole
+        dk_acc, dv_acc = _key_gradients(
+            all_begin + i % whole, key, k, v, dk_acc, dv_acc, None, queries, grads, dq, lse, delta, row, head,
+            (row * heads + head) * slots, slots, scale, M, KEYS, D, ADD, PRECISION, False,
+        )  # fmt: skip
+    t = (key + tl.arange(0, KEYS)).to(tl.int64)[:, None]
+    d = tl.arange(0, D)[None, :]
+    mask = t < context  # the keys after it are block slots, whose gradients own_backward wrote
+    dk += row.to(tl.int64) * dk_r + key_head.to(tl.int64) * dk_h
+    dv += row.to(tl.int64) * dv_r + key_head.to(tl.int64) * dv_h
+    tl.store(dk + t * dk_t + d, (dk_acc * softmax_scale).to(dk.dtype.element_ty), mask=mask)
+    tl.store(dv + t * dv_t + d, dv_acc.to(dv.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def query_backward(
+    q, keys, values, grad, lse, delta, anchor, first, start_of_dq, dq,
+    q_r, q_h, q_s, g_r, g_h, g_s, dq_r, dq_h, dq_s,
+    group, context, slots, blocks, window, scale, softmax_scale,
+    M: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, B: tl.constexpr, PACK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dq in an order that never changes, from where own_backward left it: two products more, nothing atomic."""
+    SLOTS: tl.constexpr = M // PACK
+    packs = group // PACK
+    tile, row = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(2).to(tl.int64)
+    key_head = tl.program_id(1) // packs
+    head = (key_head * group + tl.program_id(1) % packs * PACK + tl.arange(0, M) // SLOTS).to(tl.int64)
+    slot = tile * SLOTS + tl.arange(0, M) % SLOTS
+    low, high, block = _slots(anchor, first, row, slot, blocks, window, B)
+    start, count, a, b = _context_tiles(low, high, KEYS)
+    d, there = tl.arange(0, D), slot < slots
+    mask = there[:, None]
+    at = slot.to(tl.int64)
+    line = (row * tl.num_programs(1) * PACK + head) * slots + slot
+    query = tl.load((q + row * q_r + head * q_h + at * q_s)[:, None] + d[None, :], mask=mask, other=0.0)
+    do = tl.load((grad + row * g_r + head * g_h + at * g_s)[:, None] + d[None, :], mask=mask, other=0.0)
+    acc = tl.load(start_of_dq + line[:, None] * D + d[None, :], mask=mask, other=0.0)
+    norm = tl.load(lse + line, mask=there, other=float("inf"))
+    sums = tl.load(delta + line, mask=there, other=0.0)
+    r = row.to(tl.int32)
+    for i in tl.range(0, count - (b - a)):
+        key, seen = _masked_tile(i, start, count, a, b, 0, 0, context, low, high, block, KEYS, B)
+        k = _read(keys, r, key_head, key, KEYS, D)
+        p = tl.exp2(tl.dot(query, k.T, input_precision=PRECISION) * scale - norm[:, None])
+        p = tl.where(seen, p, 0.0)
+        v = _read(values, r, key_head, key, KEYS, D)
+        ds = p * (tl.dot(do, v.T, input_precision=PRECISION) - sums[:, None])
+        acc = tl.dot(ds.to(k.dtype), k, acc, input_precision=PRECISION)
+    for j in tl.range(a, b):
+        k = _read(keys, r, key_head, start + j * KEYS, KEYS, D)
+        p = tl.exp2(tl.dot(query, k.T, input_precision=PRECISION) * scale - norm[:, None])
+        v = _read(values, r, key_head, start + j * KEYS, KEYS, D)
+        ds = p * (tl.dot(do, v.T, input_precision=PRECISION) - sums[:, None])
+        acc = tl.dot(ds.to(k.dtype), k, acc, input_precision=PRECISION)
+    at = (dq + row * dq_r + head * dq_h + at * dq_s)[:, None] + d[None, :]
+    tl.store(at, (acc * softmax_scale).to(dq.dtype.element_ty), mask=mask)
