@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from dflash import fused
 from dflash.settings import DISTILLING, Loss
 
 
@@ -69,29 +71,35 @@ class _HeadLoss(torch.autograd.Function):
         for start in range(0, len(hidden), loss.chunk):
             at = slice(start, start + loss.chunk)
             logits = _logits(hidden[at], head)
-            predicted[at] = logits.argmax(-1)
-            log_q = logits.log_softmax(-1)
-            del logits
-            if teacher is None:
-                losses[at], slope = _cross_entropy(log_q, labels[at])
+            if teacher is None and fused.usable(hidden):
+                slope = _cross_entropy_in_one_pass(logits, labels[at], losses[at], predicted[at], head.dtype)
+                del logits
             else:
-                log_p = _logits(teacher[at], head).log_softmax(-1)
-                losses[at], slope = _TOWARDS[loss.kind](log_q, log_p)
-                del log_p
-            gradient[at] = slope.to(head.dtype) @ head
-            del log_q, slope  # before the next chunk's logits are made
+                predicted[at] = logits.argmax(-1)
+                log_q = logits.log_softmax(-1)
+                del logits
+                if teacher is None:
+                    losses[at], slope = _cross_entropy(log_q, labels[at])
+                else:
+                    log_p = _logits(teacher[at], head).log_softmax(-1)
+                    losses[at], slope = _TOWARDS[loss.kind](log_q, log_p)
+                    del log_p
+                del log_q
+            torch.mm(slope.to(head.dtype), head, out=gradient[at])
+            del slope  # before the next chunk's logits are made
         if loss.kind == "dpace":
             weight = _dpace_weights(losses.neg().exp(), weight > 0, block, loss.alpha)
-        gradient.mul_(weight[:, None])
-        ctx.save_for_backward(gradient)
+        ctx.save_for_backward(gradient, weight)
         total, weight_sum = (losses * weight).sum(), weight.sum()
         ctx.mark_non_differentiable(weight_sum, losses, predicted)
         return total, weight_sum, losses, predicted
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *upstream: Any) -> Any:
-        (gradient,) = ctx.saved_tensors
-        return gradient * upstream[0], None, None, None, None, None, None
+        gradient, weight = ctx.saved_tensors
+        weighted = torch.mul(gradient, (weight * upstream[0])[:, None], out=torch.empty_like(gradient))
+        return weighted, None, None, None, None, None, None
 
 
 def _logits(hidden: Tensor, head: Tensor) -> Tensor:
@@ -99,6 +107,17 @@ def _logits(hidden: Tensor, head: Tensor) -> Tensor:
     if hidden.is_cuda and hidden.dtype == torch.bfloat16:
         return torch.mm(hidden, head.T, out_dtype=torch.float32)
     return (hidden @ head.T).float()
+
+
+def _cross_entropy_in_one_pass(
+    logits: Tensor, labels: Tensor, losses: Tensor, predicted: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Fills `losses` and `predicted`; gives d loss / d logits in `dtype`, in the logits' place if they have it."""
+    from dflash.fused.cross_entropy import cross_entropy  # here, because it needs Triton
+
+    slope = logits if logits.dtype == dtype else torch.empty_like(logits, dtype=dtype)
+    cross_entropy(logits, labels, losses, predicted, slope)
+    return slope
 
 
 # Each of these gives (losses [M], d loss / d logits [M, V]) and uses up its arguments' memory.

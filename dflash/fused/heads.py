@@ -3,6 +3,8 @@
 Keys and values of context and block go into one buffer each, [R, S + Q, kv_heads, d], so nothing joins them later.
 """
 
+# mypy: allow-untyped-defs
+
 from __future__ import annotations
 
 from typing import Any, NamedTuple
@@ -45,7 +47,7 @@ def _forward(
     source, source_stride, q, k, v, q_scale, k_scale, cos, sin, rows, length, all_length, offset, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    token, there, row, place, key = _tile(rows, length, all_length, offset, ROWS)
+    token, there, _, _, key = _tile(rows, length, all_length, offset, ROWS)
     at = tl.arange(0, BLOCK)
     wide = at < HALF
     inside = there[:, None] & wide[None, :]

@@ -1,5 +1,7 @@
 """SwiGLU of a gate and an up projection that lie side by side."""
 
+# mypy: allow-untyped-defs
+
 from __future__ import annotations
 
 import torch
