@@ -74,7 +74,7 @@ def gpus(spec: dict[str, Any]) -> int:
     """How many GPUs the split of a run asks for: a target may take several."""
     if spec.get("device") == "cpu":
         return 0
-    split = Split.parse(spec.get("split"))
+    split = Split.parse(str(spec.get("split")))
     return split.targets * int((spec.get("target") or {}).get("gpus") or 1) + split.drafters
 
 
@@ -92,7 +92,7 @@ def at_once(jobs: str, specs: Sequence[dict[str, Any]], there: int) -> int:
     rooms = [there // max(1, min(map(gpus, on_gpu)))] if on_gpu else []
     if len(on_gpu) < len(specs):
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        splits = [Split.parse(spec.get("split")) for spec in specs if spec.get("device") == "cpu"]
+        splits = [Split.parse(str(spec.get("split"))) for spec in specs if spec.get("device") == "cpu"]
         rooms.append(cores // min(split.targets + split.drafters for split in splits))
     return max(1, *rooms)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -13,11 +13,14 @@ from typing import Any, Literal, cast
 from filelock import FileLock, Timeout
 
 from dflash.events import CHECKPOINTS, EVENTS_FILE, EventWriter
-from sweeper import caches, progress, store, supervisor, wheels, workload
+from sweeper import caches, leases, machine, progress, store, supervisor, wheels, workload
 from sweeper.caches import snapshots
+from sweeper.leases import Lease
 from sweeper.measure import figures
 from sweeper.spec import Options, Run
 from sweeper.verdict import Evidence, judge
+
+LEASE_POLL_S = 0.5
 
 
 @dataclass
@@ -38,30 +41,63 @@ class Session:
         return self.options.folder
 
 
-def execute(run: Run, session: Session, index: int, estimate: float | None = None) -> Path | None:
+def execute(
+    run: Run, session: Session, index: int, estimate: float | None = None, lease: Lease | None = None
+) -> Path | None:
     """Do `run` once and record it; returns its directory, None when an interrupt came before it started.
 
+    `index` is its number among the runs of this session. It takes its GPUs by a lease of its own, or uses `lease`.
     Never raises on what the child does, nor on a disk that cannot be written: then the verdict says so.
     """
-    missed = None if run.skip or run.wheel.failure else _ensure_snapshot(run, session, index)
-    if session.interrupted():
-        return None
+    if run.skip or run.wheel.failure:
+        return _recorded(run, session, index, estimate, None, _without_child)
+    missed = _ensure_snapshot(run, session, index, lease)
+    with nullcontext(lease) if lease else _lease(run, session) as own:
+        if own is None or session.interrupted():
+            return None
+        return _recorded(run, session, index, estimate, own, lambda record: _run_child(record, missed))
+
+
+def _recorded(
+    run: Run,
+    session: Session,
+    index: int,
+    estimate: float | None,
+    lease: Lease | None,
+    work: Callable[[_Record], dict[str, Any]],
+) -> Path:
+    """Claim a directory and do the work, which gives the verdict as written."""
     began = time.time()
     folder, attempt = store.claim(session.folder, run)
     session.display.run_started(index, run.label, estimate)
-    record = _Record(run, session, folder, attempt, began)
+    record = _Record(run, session, folder, attempt, index, began, lease)
     try:
-        if run.skip:
-            verdict = record.close(supervisor.Outcome(ended_by="skipped", reason=run.skip), None)
-        elif run.wheel.failure:
-            verdict = _unbuilt(record)
-        else:
-            verdict = _run_child(record, missed, index)
+        verdict = work(record)
     except OSError as error:
         verdict = _unwritable(record, error)
     session.tracking.finish(folder)
-    session.display.run_ended(run.label, verdict)
+    session.display.run_ended(run.label, verdict, run=index)
     return folder
+
+
+def _lease(run: Run, session: Session) -> AbstractContextManager[Lease | None]:
+    """The run's GPUs, waited for while others hold them. A job of Slurm has been given its own."""
+    options, there = session.options, list(machine.devices())
+    count, all_of_them = 0, False
+    if options.slurm is None:
+        alone = options.jobs == "1"
+        count, all_of_them = leases.wanted(run.spec, run.workload.is_trainer, alone, there)
+    said = False
+
+    def wait(why: str) -> bool:
+        nonlocal said
+        if not said:
+            session.display.note(f"{run.label}: {why}")
+            said = True
+        time.sleep(LEASE_POLL_S)
+        return not session.interrupted()
+
+    return leases.held(count, all_of_them, f"{run.label} in {session.folder}", wait)
 
 
 @dataclass
@@ -72,34 +108,31 @@ class _Record:
     session: Session
     folder: Path
     attempt: int
+    index: int
     began: float
+    lease: Lease | None = None
+    written: dict[str, Any] = field(default_factory=dict)  # run.json
 
     @property
     def caches(self) -> Path:
         return self.folder / store.CACHES
 
     def open(self, argv: list[str], env: dict[str, str]) -> None:
-        wheel = self.run.wheel
-        store.write(
-            self.folder / store.RUN_FILE,
-            {
-                "identity": self.run.identity,
-                "cell_id": self.run.cell_id,
-                "cell": self.run.cell,
-                "repeat": self.run.repeat,
-                "attempt": self.attempt,
-                "role": self.run.role,
-                "sweep": self.session.sweep,
-                "wheel": wheel.to_dict(),
-                "facts": self.run.facts,
-                "snapshot": donor.snapshot_key() if (donor := self.run.donor()) else None,
-                "argv": argv,
-                "env": env,
-                "started": self.began,
-                **store.who_am_i(),
-            },
-        )
+        self.written = {
+            **described(self.run, self.session.sweep, self.attempt),
+            "argv": argv,
+            "env": env,
+            "started": self.began,
+            "beside": self.lease.beside() if self.lease else 0,
+            **store.who_am_i(),
+        }
+        store.write(self.folder / store.RUN_FILE, self.written)
         store.write(self.folder / store.SPEC_FILE, self.run.spec)
+
+    def look_beside(self) -> None:
+        """Keep the largest number of other runs that were seen on this machine at a time."""
+        if self.lease:
+            self.written["beside"] = max(self.written["beside"], self.lease.beside())
 
     def close(self, outcome: supervisor.Outcome, cache: dict[str, Any] | None) -> dict[str, Any]:
         """Judge and write the verdict; returns what was written."""
@@ -119,6 +152,9 @@ class _Record:
                 reason=outcome.reason,
             )
         )
+        self.look_beside()
+        if self.written["beside"]:
+            store.write(self.folder / store.RUN_FILE, self.written)
         if verdict.verdict == "ok" and self.run.cell["cache"] == caches.COLD and self.caches.exists():
             self._donate(outcome.events)
         shutil.rmtree(self.caches, ignore_errors=True)
@@ -162,21 +198,49 @@ class _Record:
             self.session.display.note(f"{self.folder.name}: {fault}")
 
 
-def _run_child(record: _Record, missed: snapshots.Fault | None, index: int) -> dict[str, Any]:
+def described(run: Run, sweep: str, attempt: int) -> dict[str, Any]:
+    """What a run's record says of it before it starts."""
+    donor = run.donor()
+    return {
+        "identity": run.identity,
+        "cell_id": run.cell_id,
+        "cell": run.cell,
+        "repeat": run.repeat,
+        "attempt": attempt,
+        "role": run.role,
+        "sweep": sweep,
+        "wheel": run.wheel.to_dict(),
+        "facts": run.facts,
+        "snapshot": donor.snapshot_key() if donor else None,
+    }
+
+
+def _without_child(record: _Record) -> dict[str, Any]:
+    if record.run.skip:
+        return record.close(supervisor.Outcome(ended_by="skipped", reason=record.run.skip), None)
+    return _unbuilt(record)
+
+
+def _run_child(record: _Record, missed: snapshots.Fault | None) -> dict[str, Any]:
     run, session, folder = record.run, record.session, record.folder
     caches.layout(record.caches)
     told = _told(record)
     argv = [workload.fill(word, told) for word in run.workload.argv]
     own = {name: workload.fill(word, told) for name, word in run.workload.env.items()}
-    env = supervisor.environment(folder, own | caches.environment(record.caches) | _wheel(record))
+    env = supervisor.environment(folder, own | caches.environment(record.caches) | _wheel(record) | _devices(record))
     record.open(argv, env)
-    start = _fill_caches(record, missed, index)
+    start = _fill_caches(record, missed)
     _take_checkpoints(record)
     session.tracking.start(folder)
     before = caches.count(record.caches)
     if session.interrupted():
         now = time.time()
         return record.close(supervisor.Outcome(ended_by="interrupt", started=now, ended=now), None)
+
+    def tick() -> None:
+        record.look_beside()
+        session.tracking.tick(folder)
+
     with _reading(record) as printed:
         outcome = supervisor.supervise(
             argv,
@@ -186,9 +250,10 @@ def _run_child(record: _Record, missed: snapshots.Fault | None, index: int) -> d
             grace=session.options.grace,
             interrupted=session.interrupted,
             printed=printed,
-            on_event=session.display.event,
-            on_log=session.display.log_line if session.options.verbose else None,
-            on_tick=lambda: session.tracking.tick(folder),
+            keep=record.lease.files if record.lease else (),
+            on_event=lambda event: session.display.event(event, run=record.index),
+            on_log=(lambda line: session.display.log_line(line, run=record.index)) if session.options.verbose else None,
+            on_tick=tick,
         )
     after = caches.count(record.caches)
     cache = caches.proof(run.cell["cache"], before, after, outcome.events, start, run.workload.is_trainer)
@@ -203,6 +268,12 @@ def _wheel(record: _Record) -> dict[str, str]:
         env["PYTHONPATH"] = str(wheels.shown(record.session.options.wheels))
     wheels.mark_used(wheel)
     return env
+
+
+def _devices(record: _Record) -> dict[str, str]:
+    """The GPUs of the run's lease and no other."""
+    chosen = record.lease.devices if record.lease else None
+    return {} if chosen is None else {"CUDA_VISIBLE_DEVICES": ",".join(chosen)}
 
 
 def _unbuilt(record: _Record) -> dict[str, Any]:
@@ -254,7 +325,7 @@ def _reading(record: _Record) -> Iterator[progress.Printed | None]:
         events.close()
 
 
-def _ensure_snapshot(run: Run, session: Session, index: int) -> snapshots.Fault | None:
+def _ensure_snapshot(run: Run, session: Session, index: int, lease: Lease | None) -> snapshots.Fault | None:
     """See to it that `run` finds the snapshot that it starts from, by a priming run if need be; else why there is none.
 
     One harness primes at a time: who asks meanwhile waits and finds the snapshot made.
@@ -268,7 +339,7 @@ def _ensure_snapshot(run: Run, session: Session, index: int) -> snapshots.Fault 
         if not mine or snapshots.exists(session.folder, key):
             return None
         session.display.note(f"no snapshot for {run.label}: priming first")
-        folder = execute(donor, session, index)
+        folder = execute(donor, session, index, lease=lease)
         if session.interrupted() or snapshots.exists(session.folder, key):
             return None
         if key not in session.unprimed:
@@ -280,7 +351,7 @@ def _ensure_snapshot(run: Run, session: Session, index: int) -> snapshots.Fault 
         return session.unprimed[key]
 
 
-def _fill_caches(record: _Record, missed: snapshots.Fault | None, index: int) -> caches.Start:
+def _fill_caches(record: _Record, missed: snapshots.Fault | None) -> caches.Start:
     """Copy the snapshot that the run starts from; one that is damaged or gone is made again, once."""
     run, session = record.run, record.session
     donor = run.donor()
@@ -298,7 +369,7 @@ def _fill_caches(record: _Record, missed: snapshots.Fault | None, index: int) ->
     first = caches.Start(missed=str(missed), cause=missed.cause) if missed else take()
     if missed or not first.missed or session.interrupted():
         return first
-    missed = _ensure_snapshot(run, session, index)
+    missed = _ensure_snapshot(run, session, record.index, record.lease)
     second = caches.Start(missed=str(missed), cause=missed.cause) if missed else take()
     return second if second.missed else replace(second, note=f"{first.cause}: {first.missed}")
 

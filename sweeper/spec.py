@@ -23,7 +23,7 @@ from omegaconf import OmegaConf
 from dflash import models
 from dflash.events import STAGES
 from dflash.settings import DEVICES, JobSettings, SettingError, Split
-from sweeper import caches, machine, wheels
+from sweeper import caches, leases, machine, wheels
 from sweeper import workload as workloads
 from sweeper.composed import Composed
 from sweeper.workload import Workload
@@ -60,6 +60,9 @@ class Options:
     strict: bool = False
     verbose: bool = False
     grace: float = 10.0
+    jobs: str = "1"
+    detach: bool = False
+    slurm: dict[str, Any] | None = None  # what hydra/launcher=slurm brings
     budget: dict[str, float] = field(default_factory=dict)
     tracking: dict[str, Any] = field(default_factory=dict)
     wheels: wheels.Sources = field(default_factory=wheels.Sources)
@@ -85,6 +88,7 @@ class Options:
             raise SettingError("until", self.until, least)
         if self.order not in ORDERS:
             raise SettingError("order", self.order, f"must be one of {', '.join(ORDERS)}")
+        leases.check(self.jobs)
         if self.grace < 0:
             raise SettingError("grace", self.grace, "must be 0 or more seconds")
         for stage, seconds in self.budget.items():

@@ -13,6 +13,7 @@ import re
 import shutil
 import socket
 import statistics
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -81,7 +82,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 def write(path: Path, value: Any) -> None:
     """Write JSON (or text) whole: beside, flushed to disk, renamed. Raises OSError."""
     text = value if isinstance(value, str) else json.dumps(value, indent=1, default=str) + "\n"
-    part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    part = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
     try:
         with open(part, "w", encoding="utf-8") as file:
             file.write(text)
@@ -111,6 +112,11 @@ def attempts(store: Path, run: Run) -> list[Attempt]:
     """The attempts of one run, oldest first."""
     found = (store / "runs").glob(f"*-{run.identity[:12]}-r{run.repeat}.a*")
     return sorted((attempt(folder) for folder in found), key=lambda one: one.number)
+
+
+def newest(store: Path, run: Run) -> Attempt | None:
+    """The newest attempt of a run that has a verdict."""
+    return next((one for one in reversed(attempts(store, run)) if one.verdict), None)
 
 
 def history(store: Path) -> dict[str, list[Attempt]]:

@@ -270,7 +270,7 @@ def test_two_different_sweeps_in_one_second_never_share_a_directory(tmp_path: Pa
 def test_a_full_disk_is_a_verdict_and_the_sweep_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import errno
 
-    from sweeper import caches, run
+    from sweeper import caches, run, spec
 
     class Screen:
         notes: list[str]
@@ -282,14 +282,14 @@ def test_a_full_disk_is_a_verdict_and_the_sweep_goes_on(tmp_path: Path, monkeypa
             self.notes.append(text)
 
         def __getattr__(self, name: str):
-            return lambda *args: None
+            return lambda *args, **named: None
 
     from test_spec import read
 
     one = read(tmp_path, *workload("ok"))
     full = OSError(errno.ENOSPC, "No space left on device")
     monkeypatch.setattr(caches, "layout", lambda root: (_ for _ in ()).throw(full))
-    options = type("O", (), {"folder": tmp_path / "store", "verbose": False, "budget": {}, "grace": 1.0})()
+    options = spec.Options(store=str(tmp_path / "store"))
     screen = Screen()
     session = run.Session(options, "sweep", screen, Screen(), lambda: 0)
     folder = run.execute(one, session, 1)
