@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import faulthandler
+import functools
 import json
 import os
 import platform
@@ -97,6 +98,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--drafters", type=int, default=3)
     parser.add_argument("--steps", type=int, default=6, help="each drafter makes at least so many")
     parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument(
+        "--shapes", type=int, default=1, help="shapes that each drafter meets, a new one every other step"
+    )
     parser.add_argument("--same-shape", action="store_true", help="give all drafters one shape")
     parser.add_argument("--backend", default="inductor", help="torch.compile's backend, or traced (see above)")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
@@ -107,7 +111,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--summary", nargs="+", metavar="FILE", help="run nothing; a table of these files of --json")
     parser.add_argument("--trial", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    for name in ("trials", "repeats", "drafters", "jobs"):
+    for name in ("trials", "repeats", "drafters", "shapes", "jobs"):
         if getattr(options, name) < 1:
             parser.error(f"--{name} {getattr(options, name)}: must be at least 1")
     return options
@@ -267,14 +271,15 @@ def trial(strategy_name: str, device_type: str, options: argparse.Namespace) -> 
         # A block of 32 slots fills a quarter of flex_attention's tile; on CPU all is kept as small as it may be.
         context, blocks, block, width = (64, 8, 4, 64) if device_type == "cpu" else (512, 16, 32, 256)
         context += 0 if options.same_shape else context * i // 4
+        gap = context // (blocks + 1)
         model = toy_drafter(strategy, options.layers, width, heads=4).to(device)
         forward = strategy.compile_forward(model)
-        anchors = torch.arange(1, blocks + 1, device=device)[None] * (context // (blocks + 1))
-        mask = DFlashMask(torch.zeros(1, context, dtype=torch.long, device=device), anchors, block)
-        features = torch.randn(1, context, width, device=device)
+        anchors = torch.arange(1, blocks + 1, device=device)[None] * gap
         inputs = torch.randn(1, blocks * block, width, device=device)
 
-        def body() -> float:
+        def body(context: int) -> float:
+            mask = DFlashMask(torch.zeros(1, context, dtype=torch.long, device=device), anchors, block)
+            features = torch.randn(1, context, width, device=device)
             model.zero_grad()
             loss = forward(inputs, features, mask).square().mean()
             loss.backward()
@@ -282,7 +287,9 @@ def trial(strategy_name: str, device_type: str, options: argparse.Namespace) -> 
 
         try:
             while under_way():
-                loss = strategy.run(f"drafter{i}", (1, context), body)
+                # A drafter's own new shapes come every other step, while the others are in the middle of theirs.
+                longer = context + gap * (steps[i] // 2 % options.shapes)
+                loss = strategy.run(f"drafter{i}", (1, longer), functools.partial(body, longer))
                 assert loss == loss, "the loss is NaN"
                 with strategy.quiet(), torch.no_grad():
                     for parameter in model.parameters():
