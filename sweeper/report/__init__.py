@@ -1,1 +1,1 @@
-"""What a sweep shows its reader: tables of cells, curves of runs."""
+"""What a sweep shows its reader: the table of cells, the report as a page, curves of runs."""

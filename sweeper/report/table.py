@@ -36,6 +36,14 @@ CONDITIONS = {
     "distinct4": "distinct-4 {}",
     "identical": "share identical to plain decoding {}",
 }
+# A column of figures: the field of a row, its digits, and what it is told in.
+FIGURES = {
+    "Ktok/s": ("ktok_s", 3, 1.0),
+    "first step s": ("time_to_first_step_s", 1, 1.0),
+    "compile s": ("compile_s", 1, 1.0),
+    "peak GB": ("peak_bytes", 2, 1e9),
+    "tau": ("tau", 2, 1.0),
+}
 CLEAR_WAIT = 0.25  # share of the window from which waiting is told
 
 
@@ -77,37 +85,40 @@ def render(table: list[dict[str, Any]], width: int | None = None) -> str:
 
     if not table:
         return "no runs\n"
-    factors = _factors(table)
-    shown = Table(box=None, pad_edge=False, header_style="bold", collapse_padding=True)
-    for factor in factors or ["cell"]:
-        shown.add_column(factor, overflow="fold")
-    shown.add_column("verdicts", overflow="fold")
-    with_tau = any(row["tau"] for row in table)
-    for head in ("Ktok/s", "first step s", "compile s", "peak GB", *(["tau"] if with_tau else [])):
-        shown.add_column(head, justify="right", no_wrap=True)
-    shown.add_column("cache proved", overflow="fold")
+    heads, lines = texts(table)
     causes = [cause for row in table for cause in row["signatures"]]
-    shown.add_column("signature", overflow="fold", min_width=max(map(len, causes), default=None))
-    for row in table:
-        levels = [str(row["cell"].get(f, "-")) for f in factors] or [row["label"]]
-        figures = [
-            _figure(row["ktok_s"], 3),
-            _figure(row["time_to_first_step_s"], 1),
-            _figure(row["compile_s"], 1),
-            _figure(row["peak_bytes"], 2, 1e9),
-            *([_figure(row["tau"], 2)] if with_tau else []),
-        ]
-        counts = [_counted(row["verdicts"]), *figures, _counted(row["cache"]), _counted(row["signatures"])]
-        shown.add_row(*levels, *counts)
+    shown = Table(box=None, pad_edge=False, header_style="bold", collapse_padding=True)
+    for head in heads:
+        if head in FIGURES:
+            shown.add_column(head, justify="right", no_wrap=True)
+        else:
+            least = max(map(len, causes), default=None) if head == "signature" else None
+            shown.add_column(head, overflow="fold", min_width=least)
+    for line in lines:
+        shown.add_row(*line)
     out = StringIO()
     console = Console(file=out, width=width or 140, color_system=None, highlight=False, markup=False)
     console.print(shown)
     if any(set(row["learnt"]) - {""} or len(_sets([row])) > 1 for row in table):
         console.print()
-        console.print(_learnt_table(table, factors))
-    for note in _notes(table):
+        console.print(_learnt_table(table, _factors(table)))
+    for note in [*_failures(table), *remarks(table)]:
         console.print(note, soft_wrap=True)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+
+
+def texts(table: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """The table as texts: heads, and a line a cell. Factors that vary come first, then verdicts, FIGURES, the rest."""
+    factors = _factors(table)
+    figures = [head for head in FIGURES if head != "tau" or any(row["tau"] for row in table)]
+    heads = [*(factors or ["cell"]), "verdicts", *figures, "cache proved", "signature"]
+    lines = []
+    for row in table:
+        levels = [str(row["cell"].get(f, "-")) for f in factors] or [row["label"]]
+        measured = [_figure(row[field], digits, unit) for field, digits, unit in map(FIGURES.__getitem__, figures)]
+        counts = [_counted(row["cache"]), _counted(row["signatures"])]
+        lines.append([*levels, _counted(row["verdicts"]), *measured, *counts])
+    return heads, lines
 
 
 def _learnt_table(table: list[dict[str, Any]], factors: list[str]) -> Any:
@@ -304,17 +315,29 @@ def _measured(table: list[dict[str, Any]]) -> list[str]:
     return notes
 
 
-def _notes(table: list[dict[str, Any]]) -> list[str]:
-    notes = []
-    factors = _factors(table)
+def _failures(table: list[dict[str, Any]]) -> list[str]:
+    """A line for each run that is not ok, and below it who held the flag."""
+    told = []
     for row in table:
-        where = label({f: row["cell"][f] for f in factors if f in row["cell"]})
-        notes += [f"mixed: {where}: {why} (runs: {n})" for why, n in row["mixed"].items()]
         for failure in row["failures"]:
             signature = f" {failure['cause']} ({failure['fingerprint']})" if failure["cause"] else ""
             reason = " ".join((failure["reason"] or failure["evidence"]).split())[:300]
-            notes.append(f"{failure['verdict']}: {where} r{failure['repeat']}:{signature} {reason}".rstrip())
-            notes += [f"    flag held by {holder}" for holder in failure["holders"][:3]]
+            where = f"{_where(row, table)} r{failure['repeat']}"
+            told.append(f"{failure['verdict']}: {where}:{signature} {reason}".rstrip())
+            told += [f"    flag held by {holder}" for holder in failure["holders"][:3]]
+    return told
+
+
+def _where(row: dict[str, Any], table: list[dict[str, Any]]) -> str:
+    return label({f: row["cell"][f] for f in _factors(table) if f in row["cell"]})
+
+
+def remarks(table: list[dict[str, Any]]) -> list[str]:
+    """What the columns cannot say: mixed caches, who starves, conditions of tau, what brackets mean, what is lost."""
+    notes = []
+    for row in table:
+        where = _where(row, table)
+        notes += [f"mixed: {where}: {why} (runs: {n})" for why, n in row["mixed"].items()]
         notes += _starving(row, where)
     notes += _measured(table)
     coverages = {row["ktok_s"]["n"]: row["ktok_s"]["coverage"] for row in table if row["ktok_s"]}
