@@ -22,10 +22,10 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from dflash.attention import KERNEL_WIDTHS
 from dflash.attention import triton_kernels as kernels
 from dflash.attention.mask import DFlashMask, first_visible
 
-WIDTHS = (16, 32, 64, 128)
 LARGEST_BLOCK = 128
 NO_WINDOW = 1 << 30  # a window longer than any context
 
@@ -87,8 +87,10 @@ def attend_triton(q: Tensor, k: Tensor, v: Tensor, seen: Ranges) -> Tensor:
     Gives a [R, Hq, Q, d] view of a [R, Q, Hq, d] tensor, as the next projection wants it. Raises ValueError where
     the kernels have no tiles for the head dimension.
     """
-    if q.shape[-1] not in WIDTHS:
-        raise ValueError(f"drafter.head_dim={q.shape[-1]}: compile=triton takes one of {', '.join(map(str, WIDTHS))}")
+    if q.shape[-1] not in KERNEL_WIDTHS:
+        raise ValueError(
+            f"drafter.head_dim={q.shape[-1]}: compile=triton takes one of {', '.join(map(str, KERNEL_WIDTHS))}"
+        )
     return _attention(q, k, v, seen.anchor, seen.first, seen.tiles, seen.block, seen.window)[0]
 
 

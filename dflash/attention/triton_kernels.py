@@ -9,6 +9,7 @@ slots a block. Scores are kept in units of log2, so that exp2, the one exponenti
 Accumulators and softmax are float32, products of whatever type q, k and v have (their operands in that type).
 """
 
+# mypy: allow-untyped-defs, allow-untyped-calls
 from __future__ import annotations
 
 import triton

@@ -15,6 +15,8 @@ Never wait for another worker (a queue, a barrier) inside `run` or `quiet`.
 
 from __future__ import annotations
 
+import importlib.util
+
 from dflash.probe import Probe
 from dflash.settings import COMPILE_STRATEGIES, SettingError
 from dflash.strategies.free import Strategy
@@ -35,7 +37,9 @@ def make(name: str, device_type: str, probe: Probe, backend: str = "inductor") -
     """
     if name not in COMPILE_STRATEGIES:
         raise SettingError("compile", name, f"must be one of {', '.join(COMPILE_STRATEGIES)}")
-    if name == "triton":
-        raise Unavailable("needs CUDA: the Triton kernel of the DFlash mask is not part of this version")
+    if name == "triton" and device_type != "cuda":
+        raise Unavailable("needs CUDA")
+    if name == "triton" and importlib.util.find_spec("triton") is None:
+        raise Unavailable("needs the package triton, which comes with CUDA builds of torch")
     kind = Parked if name in ("locked", "whole") else Strategy
     return kind(name, device_type, probe, backend)

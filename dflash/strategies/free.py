@@ -24,6 +24,8 @@ T = TypeVar("T")
 # devices may rightly be more; past this many something is wrong, and full graphs make Dynamo raise there.
 RECOMPILE_LIMIT = 64
 
+UNCOMPILED = ("eager", "triton")  # nothing of these goes through Dynamo
+
 DYNAMO_CONFIG: dict[str, dict[str, bool]] = {
     "suppressed": {"error_on_nested_fx_trace": False},
     "forced": {"force_compile_during_fx_trace": True},
@@ -44,9 +46,13 @@ class Strategy:
         dense = device_type == "cpu" or name == "eager"
         self.prepare: Callable[..., Any] = visible if dense else block_mask
         self.attend: Callable[..., Any] = attend_dense if dense else attend_flex
-        if name != "eager":
+        if name == "triton":
+            from dflash.attention.triton import attend_triton, prepare_ranges  # here: triton is not everywhere
+
+            self.prepare, self.attend = prepare_ranges, attend_triton
+        if name not in UNCOMPILED:
             self.attend = _watched(self.attend, probe)
-        if name not in ("eager", "whole"):
+        if name not in (*UNCOMPILED, "whole"):
             self.attend = self._compile(self.attend)
         if name == "firstlock":
             self.attend = _first_call_locked(self.attend)
