@@ -23,11 +23,12 @@ VERDICTS = ("ok", "degraded", "failed", "hung", "killed", "skipped")
 STATES = ("cold", "warm", "foreign", "standalone", "mixed", "unproved")
 COLOURS = "cividis"  # one scale from dark to light for every eye, also in grey
 CHARACTER = 6.3  # pixels that a character takes at 11 pixels, about
+WIDTH, HALF = 1110.0, 540.0  # of the page, for a chart that has it to itself, and for two beside each other
 MOST_ROWS = 25  # cells below each other where there is one list of them
 MOST_LEVELS = 40  # of a factor on an axis
 SPARSE = 4  # slots of a grid a cell, beyond which cells are listed instead
 TRACKS = 30  # runs' cells in one figure of timelines
-POINTS = 60_000  # of all timelines together
+POINTS = 30_000  # of all timelines together
 
 
 def style() -> AbstractContextManager[None]:
@@ -61,7 +62,8 @@ def heat(story: Story) -> list[str]:
     low, high = (min(speeds), max(speeds)) if speeds else (0.0, 1.0)
     if not high > low:
         low, high = low * 0.9, high * 1.1 or 1.0
-    maps = [_heat(panel, low, high) for panel in panels(rows, story.factors)]
+    facets = panels(rows, story.factors)
+    maps = [_heat(panel, low, high, HALF if len(facets) > 1 else WIDTH) for panel in facets]
     return [_scale(low, high), *maps] if speeds else maps
 
 
@@ -100,28 +102,29 @@ def _listed(rows: Sequence[dict[str, Any]], names: Sequence[str], by_speed: bool
     ]
 
 
-def _heat(panel: Panel, low: float, high: float) -> str:
+def _heat(panel: Panel, low: float, high: float, room: float) -> str:
     from matplotlib import colormaps
     from matplotlib.colors import to_hex
     from matplotlib.patches import Rectangle
 
     columns, lines = len(panel.columns), len(panel.lines)
-    wide = max(42.0, min(104.0, 560.0 / columns)) if panel.x else 96.0
+    left = min(260.0, max(map(len, panel.lines)) * CHARACTER + 10) + (16 if panel.y else 0)
+    wide = max(42.0, min(104.0, (room - left - 8) / columns)) if panel.x else 96.0
     high_px = 30.0 if lines <= 12 else 22.0
     turned = max(map(len, panel.columns)) * CHARACTER > wide - 6
     below = (min(90.0, max(map(len, panel.columns)) * CHARACTER * 0.75 + 14) if turned else 18.0) + 18 if panel.x else 4
-    left = min(260.0, max(map(len, panel.lines)) * CHARACTER + 10) + (16 if panel.y else 0)
     above = 22.0 if panel.title else 6.0
     drawn = figure(left + columns * wide + 8, above + lines * high_px + below)
     axes = _axes(drawn, left, above, columns * wide, lines * high_px)
     axes.set(xlim=(0, columns), ylim=(lines, 0))
     scale = colormaps[COLOURS]
+    digits = max(0, 2 - math.floor(math.log10(high)))  # three of the fastest cell's speed
     titles: dict[str, str | list[str]] = {}
     for (x, y), row in panel.cells.items():
         at, line = panel.columns.index(x), panel.lines.index(y)
         name = f"cell{len(titles)}"
         titles[name] = told(row)
-        said, small = _short(row, wide)
+        said, small = _short(row, wide, digits)
         if row["ktok_s"]:
             share = (row["ktok_s"]["median"] - low) / (high - low)
             colour = scale(share)
@@ -182,12 +185,12 @@ def told(row: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _short(row: Mapping[str, Any], wide: float) -> tuple[str, str]:
+def _short(row: Mapping[str, Any], wide: float, digits: int) -> tuple[str, str]:
     """What stands in a cell: its speed or its verdict, and below, in small, how many of its runs that is."""
     bad = sum(n for verdict, n in row["verdicts"].items() if verdict not in ("ok", "skipped"))
     of = f"{bad} of {row['n']} not ok" if wide >= 76 else f"{bad}/{row['n']} bad"
     if row["ktok_s"]:
-        return f"{row['ktok_s']['median']:.3g}", of if bad else ""
+        return f"{row['ktok_s']['median']:.{digits}f}", of if bad else ""
     return next((v for v in reversed(VERDICTS) if v in row["verdicts"]), "-"), of if 0 < bad < row["n"] else ""
 
 
@@ -204,7 +207,7 @@ def strips(story: Story) -> list[str]:
 
 def _strip(factor: str, levels: Sequence[str], runs: Sequence[Told]) -> str:
     labels = [_cut(level, 20) for level in levels]
-    wide = max(26.0, min(110.0, 900.0 / len(levels)))
+    wide = max(26.0, min(110.0, (HALF - 68) / len(levels)))
     turned = max(map(len, labels)) * CHARACTER > wide - 6
     below = (max(map(len, labels)) * CHARACTER * 0.75 + 16 if turned else 18.0) + 18
     drawn = figure(58 + max(110, wide * len(levels)) + 10, 200 + below)
@@ -217,7 +220,9 @@ def _strip(factor: str, levels: Sequence[str], runs: Sequence[Told]) -> str:
         speeds = [run.ktok_s or 0.0 for run in here]
         size = 26 if len(runs) < 200 else 12
         spread = [at + 0.5 * ((i * 0.618034) % 1 - 0.5) for i in range(len(here))]
-        axes.scatter(spread, speeds, s=size, color=THEME["accent"], alpha=0.6, linewidths=0, gid=f"level{at}")
+        axes.scatter(
+            spread, speeds, s=size, color=THEME["accent"], alpha=0.6, linewidths=0, clip_on=False, gid=f"level{at}"
+        )
         titles[f"level{at}"] = [f"{run.label}: {run.ktok_s:.3f} Ktok/s" for run in here]
         middle = statistics.median(speeds)
         axes.hlines(middle, at - 0.34, at + 0.34, color=THEME["ink"], linewidth=2, gid=f"median{at}")
@@ -353,9 +358,10 @@ def timelines(story: Story) -> list[str]:
 def _tracks(rows: Sequence[tuple[str, list[Told]]], all_runs: Sequence[Told], points: int) -> str:
     from matplotlib.collections import LineCollection
 
-    row, wide, gap, above = (34.0 if len(rows) <= 12 else 26.0), 236.0, 22.0, 40.0
+    row, gap, above = (34.0 if len(rows) <= 12 else 26.0), 22.0, 40.0
     left = min(270.0, max(len(name) for name, _ in rows) * CHARACTER + 10)
-    drawn = figure(left + 3 * wide + 2 * gap + 14, above + row * len(rows) + 36)
+    wide = (WIDTH - left - 2 * gap - 14) / 3
+    drawn = figure(WIDTH, above + row * len(rows) + 36)
     on_gpu = any(run.timeline.on_gpu for run in all_runs)
     busy = "GPUs busy (share)" if on_gpu else "processors busy"
     memory = "memory of its GPUs (GB)" if on_gpu else "resident memory (GB)"
@@ -365,7 +371,8 @@ def _tracks(rows: Sequence[tuple[str, list[Told]]], all_runs: Sequence[Told], po
         axes = _axes(drawn, left + column * (wide + gap), above, wide, row * len(rows))
         top = max((value for run in all_runs for _, value in _series(run)[column]), default=0.0)
         top = 1.0 if column == 2 and on_gpu else top or 1.0
-        lines, colours, said, marks = [], [], [], []
+        lines, colours, said = [], [], []
+        marks: Points = []
         for place, (_, several) in enumerate(rows):
             for run in several:
                 series = _thinned(_series(run)[column], points)
@@ -375,11 +382,12 @@ def _tracks(rows: Sequence[tuple[str, list[Told]]], all_runs: Sequence[Told], po
                     peak = max(value for _, value in _series(run)[column])
                     said.append(f"{run.label} ({run.verdict}): {head}, at most {peak:.3g}")
                 if run.timeline.window is not None:
-                    marks.append([(run.timeline.window, place + 0.08), (run.timeline.window, place + 0.94)])
+                    marks += [(run.timeline.window, place + 0.08), (run.timeline.window, place + 0.94), (math.nan, 0)]
         axes.hlines([place + 0.94 for place in range(len(rows))], 0, longest, color=THEME["grid"], linewidth=0.7)
-        axes.add_collection(LineCollection(marks, colors=THEME["muted"], linewidths=0.8, linestyles=":"))
+        if marks:
+            axes.plot(*zip(*marks, strict=True), color=THEME["muted"], linewidth=0.8, linestyle=":")
         name = f"column{column}"
-        axes.add_collection(LineCollection(lines, colors=colours, linewidths=1.2, gid=name))
+        axes.add_collection(LineCollection(lines, colors=colours, linewidths=1.2, clip_on=False, gid=name))
         titles[name] = said
         axes.set(xlim=(0, longest), ylim=(len(rows), 0))
         axes.set_title(f"{head}\n0 to {top:.3g} in each row", loc="left", fontsize=10.5, color=THEME["ink"])

@@ -35,6 +35,16 @@ def write(folder: Path, stopped: str = "", out: Path | None = None) -> tuple[Sto
     return story, [place / name for name in made]
 
 
+def kept(folder: Path, stopped: str = "") -> str:
+    """Write the files at the end of a sweep, and say where they are; a view that fails is told, for the runs are whole."""
+    try:
+        _, files = write(folder, stopped)
+    except Exception as error:
+        told = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        return f"the report could not be written ({told}); python -m sweeper.report {folder} tries again"
+    return f"report: {files[0]}"
+
+
 def html(story: Story) -> str:
     """The page: all styles, scripts and charts inside."""
     from sweeper.report import charts

@@ -85,6 +85,7 @@ def inline(drawn: Figure, about: str, titles: Mapping[str, str | list[str]] | No
         if (name := element.get("id")) and titles and name in titles:
             _title(element, titles[name])
     _drop_ids(root)
+    _drop_empty(root)
     for element in root.iter():
         for name, value in element.attrib.items():
             element.set(name, _themed(name, value))
@@ -119,11 +120,24 @@ def _drop_ids(root: ElementTree.Element) -> None:
             element.attrib.pop("id", None)
 
 
+def _drop_empty(element: ElementTree.Element) -> None:
+    """Take out groups that hold nothing, the sheet that would style the whole page, and blanks between elements."""
+    for child in list(element):
+        _drop_empty(child)
+        if child.tag == f"{{{SVG}}}style" or (child.tag == f"{{{SVG}}}g" and not len(child)):
+            element.remove(child)
+        child.tail = None
+    if len(element) and not (element.text or "").strip():
+        element.text = None
+
+
 def _themed(name: str, value: str) -> str:
     """An attribute in the page's colours and font; no finer than a tenth of a pixel, which is a third of the size."""
     if name in ("d", "x", "y", "points", "transform"):
-        return re.sub(r"(\d+\.\d)\d+", r"\1", value)
+        value = re.sub(r"\.0(?!\d)", "", re.sub(r"(\d+\.\d)\d+", r"\1", value))
+        return re.sub(r"\s*([MLCQz])\s*", r"\1", value)
     if name in ("style", "fill", "stroke"):
+        value = re.sub(r"font-family: [^;]+; ?|; stroke-dashoffset: 0", "", value)
         value = re.sub(r"font: ([\d.]+)px [^;]+", r"font-size: \1px", value)
         for word, colour in THEME.items():
             value = value.replace(colour, f"var(--{word})")

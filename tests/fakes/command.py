@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+# A page costs some seconds, and few tests look at it; those ask for it.
+QUICK = ["report=false"]
 CHILD = Path(__file__).with_name("child.py")
 
 
@@ -27,7 +29,7 @@ def started(store: Path, *arguments: str, module: str = "sweeper") -> Iterator[s
     Whatever becomes of the test, the command has ended afterwards, and its leash ends what it started.
     """
     process = subprocess.Popen(
-        [sys.executable, "-m", module, *arguments, f"store={store}", "tracking=none"],
+        [sys.executable, "-m", module, *QUICK, *arguments, f"store={store}", "tracking=none"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
