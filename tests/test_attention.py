@@ -148,15 +148,14 @@ def test_tiles_are_those_of_the_rule(seed: int) -> None:
     asked = create_block_mask(rule(mask), rows, None, *sizes(mask)[1:], device="cpu")
     counted = block_mask(mask)
     assert counted.shape == asked.shape
-    for name in ("", "full_"):
-        counts = getattr(counted, name + "kv_num_blocks"), getattr(asked, name + "kv_num_blocks")
+    for name in ("kv", "full_kv", "q", "full_q"):
+        counts = getattr(counted, name + "_num_blocks"), getattr(asked, name + "_num_blocks")
         assert torch.equal(*counts)
         for row, tile in itertools.product(range(rows), range(counts[0].shape[-1])):
-            listed = [
-                set(getattr(m, name + "kv_indices")[row, 0, tile, : counts[0][row, 0, tile]].tolist())
-                for m in (counted, asked)
-            ]
-            assert listed[0] == listed[1]
+            lists = [getattr(m, name + "_indices")[row, 0, tile].tolist() for m in (counted, asked)]
+            used = int(counts[0][row, 0, tile])
+            assert lists[0][:used] == sorted(lists[1][:used])
+            assert sorted(lists[0]) == list(range(len(lists[0])))  # what is unused is still a tile's number
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

@@ -51,12 +51,17 @@ def block_mask(mask: DFlashMask) -> BlockMask:
 
     some = by_query_tile(meets(low, high) | meets(own_low, own_high)).any(2)[:, None]
     all_ = by_query_tile(holds(low, high) | holds(own_low, own_high)).all(2)[:, None]
-    return BlockMask.from_kv_blocks(
-        *_listed(some & ~all_),
+    partial = some & ~all_
+    # Both directions are listed here: from_kv_blocks would sort, and one compiled sort of a tile list kept Triton's
+    # first stages busy for two minutes (docs/LOG.md).
+    return BlockMask(
+        (queries, context + queries),
+        *_listed(partial),
         *_listed(all_),
-        BLOCK_SIZE=TILE,
+        *_listed(partial.mT.contiguous()),
+        *_listed(all_.mT.contiguous()),
+        BLOCK_SIZE=(TILE, TILE),
         mask_mod=rule(mask),
-        seq_lengths=(queries, context + queries),
     )
 
 
@@ -76,6 +81,9 @@ def _tiles(length: int) -> int:
 
 
 def _listed(tiles: Tensor) -> tuple[Tensor, Tensor]:
-    """Boolean [R, 1, Q tiles, K tiles] as flex wants it: how many a query tile has, and their numbers first."""
-    order = tiles.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
-    return tiles.sum(-1, dtype=torch.int32), order.to(torch.int32)
+    """Boolean [R, 1, I, J] as flex wants it: how many of the J tiles each row has, and their numbers first."""
+    count = tiles.sum(-1, dtype=torch.int32)
+    before = tiles.cumsum(-1, dtype=torch.int32)
+    number = torch.arange(tiles.shape[-1], device=tiles.device, dtype=torch.int32).expand_as(before)
+    place = torch.where(tiles, before - 1, count[..., None] + number - before)
+    return count, torch.empty_like(before).scatter_(-1, place.long(), number)
