@@ -31,7 +31,9 @@ HOLDER_SECONDS = 1.0
 # Where a trace can come from; frames elsewhere (the caller's own, contextlib) say nothing about it.
 TRACING_CODE = ("torch._dynamo", "torch._functorch", "torch._inductor", "torch._higher_order_ops", "torch.fx")
 
-# Dynamo's counters by cache layer: layer -> {name here: (group, key) there}.
+# Dynamo's counters by cache layer: layer -> {name here: (group, key) there}. Its async_compile_cache_* are none: they
+# count every kernel that a graph asks for and whether this process had it at hand, so a start that found all it needed
+# on disk "missed" each of them. What Triton itself finds on disk is counted by `_watch_triton`.
 CACHE_COUNTERS: dict[str, dict[str, tuple[str, str]]] = {
     "aotautograd": {
         "hits": ("aot_autograd", "autograd_cache_hit"),
@@ -50,10 +52,6 @@ CACHE_COUNTERS: dict[str, dict[str, tuple[str, str]]] = {
     "code": {
         "hits": ("inductor", "generated_module_cache_hit"),
         "misses": ("inductor", "generated_module_cache_miss"),
-    },
-    "kernels": {
-        "hits": ("inductor", "async_compile_cache_hit"),
-        "misses": ("inductor", "async_compile_cache_miss"),
     },
     "triton": {
         "hits": ("inductor", "triton_bundler_read_and_emit_kernel"),
@@ -89,12 +87,15 @@ class Probe:
         self._seconds: Counter[str] = Counter()
         self._recompiles: Counter[int] = Counter()
         self._unexpected = 0
+        self._triton: Counter[str] = Counter()
         self._undo: list[Callable[[], None]] = []
 
     def install(self) -> None:
         """Begin to watch; also makes a CUDA build of torch safe on a machine without a GPU."""
         self._watch_traces()
         self._watch_compiles()
+        if torch.cuda.is_available():
+            self._watch_triton()
         if torch.version.cuda and not torch.cuda.is_available():
             # It re-registers a device guard on every entry of fake-tensor mode, not safe from two threads at once:
             # a segfault without a GPU. Once is enough.
@@ -172,11 +173,14 @@ class Probe:
         """Totals so far, the fields of the event `counters` (dflash/events.py) but `at`."""
         there = dynamo_utils.counters
         graphs, seconds = self._compiled(None)
+        caches = {
+            layer: {name: int(there[group][key]) for name, (group, key) in names.items()}
+            for layer, names in CACHE_COUNTERS.items()
+        }
+        for name in ("hits", "misses"):  # beside the kernels that came out of an FX graph's entry
+            caches["triton"][name] = caches["triton"].get(name, 0) + self._triton[name]
         return {
-            "caches": {
-                layer: {name: int(there[group][key]) for name, (group, key) in names.items()}
-                for layer, names in CACHE_COUNTERS.items()
-            },
+            "caches": caches,
             "graphs": int(there["stats"]["unique_graphs"]),
             "compiles": graphs,
             "recompiles": sum(list(self._recompiles.values())),
@@ -209,6 +213,25 @@ class Probe:
         if thread is None:
             return sum(list(self._graphs.values())), float(sum(list(self._seconds.values())))
         return self._graphs[thread], float(self._seconds[thread])
+
+    def _watch_triton(self) -> None:
+        """Count what Triton finds in its cache on disk, and what it compiles in this process.
+
+        What Inductor's compile processes make is seen as new files alone.
+        """
+        try:
+            from triton import knobs
+        except ImportError:  # no Triton, or one without listeners
+            return
+        before = knobs.compilation.listener
+
+        def listen(*, cache_hit: bool, **told: Any) -> None:
+            self._triton["hits" if cache_hit else "misses"] += 1
+            if before:
+                before(cache_hit=cache_hit, **told)
+
+        knobs.compilation.listener = listen
+        self._undo.append(lambda: setattr(knobs.compilation, "listener", before))
 
     def _watch_traces(self) -> None:
         trace = symbolic_trace.Tracer.trace

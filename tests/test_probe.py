@@ -4,6 +4,7 @@ import json
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -142,3 +143,22 @@ def test_close_leaves_torch_as_it_was() -> None:
     probe.close()
     assert torch.fx.Tracer.trace is trace
     assert torch._dynamo.utils._compilation_metrics is records
+
+
+def test_what_triton_finds_on_disk_and_what_it_compiles_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton calls its listener once a kernel, whoever else listens; the real one needs a GPU."""
+    seen: list[bool] = []
+    theirs = types.SimpleNamespace(listener=lambda *, cache_hit, **_: seen.append(cache_hit))
+    knobs = types.SimpleNamespace(compilation=theirs)
+    monkeypatch.setitem(sys.modules, "triton", types.SimpleNamespace(knobs=knobs))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    before = theirs.listener
+    probe = Probe()
+    probe.install()
+    for hit in (True, False, True):
+        theirs.listener(cache_hit=hit, src=None, metadata={}, metadata_group={}, times=None)
+    probe.close()
+    triton = probe.counters()["caches"]["triton"]
+    assert (triton["hits"], triton["misses"]) == (2, 1)
+    assert seen == [True, False, True]
+    assert theirs.listener is before
