@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from sweeper.signatures.stacks import deadlock, endless_compile
@@ -116,3 +119,30 @@ Thread 72 (idle): "drafter0"
     found = endless_compile(spy)
     assert found is not None
     assert '"drafter0"' in found
+
+
+def kept(name: str) -> list[str]:
+    """What py-spy and faulthandler told of a hang on H200s (docs/INCIDENT.md), a dump each."""
+    text = (Path(__file__).parent / "data" / "stacks" / f"{name}.txt").read_text()
+    return re.split(r"(?m)^(?=== )", text)[1:]
+
+
+def test_a_deadlock_as_two_tools_saw_it() -> None:
+    """compile=suppressed, three drafters on two H200s: either tool alone is enough."""
+    spy, faulthandler = kept("h200-deadlock")
+    says = "{} waits for autograd inside a compile while {} compiles a backward"
+    assert deadlock(spy) == says.format('Thread 21682 "drafter2"', "Thread 21722")
+    assert deadlock(faulthandler) == says.format("Thread 0x00007fd674ffd6c0", "Thread 0x00007fd5b9fff6c0")
+    assert endless_compile(spy + faulthandler) is None
+
+
+def test_a_kernel_that_takes_minutes_as_two_tools_saw_it() -> None:
+    """compile=whole: 31 idle compile workers and one in Triton's first stages, at the sort of the tile lists."""
+    dumps = kept("h200-endless-kernel")
+    assert deadlock("".join(dumps)) is None
+    found = endless_compile("".join(dumps))
+    assert found is not None
+    assert "waits for a compile worker" in found
+    assert found.endswith("which is at CUDABackend.make_llir")
+    assert endless_compile(dumps[-1]) is not None
+    assert all(endless_compile(idle) is None for idle in dumps[1:3])

@@ -22,11 +22,13 @@ _TRACING = re.compile(
 )
 _BACKWARD = re.compile(r"torch[/\\](?:_inductor|_functorch)[/\\]")
 _WAITS_FOR_PROCESS = re.compile(r"(?:^|[/\\])(?:subprocess|selectors)\.py$")
-_WAITS_FOR_POOL = re.compile(r"(?:^|[/\\])(?:threading|concurrent[/\\]futures[/\\]_base)\.py$")
+_WAITS_FOR_TRITON = re.compile(r"(?:^|[/\\\\])triton[/\\\\]")
+_POOL = re.compile(r"(?:^|[/\\])(?:threading|concurrent[/\\]futures[/\\]_base)\.py$")
 _COMPILES = re.compile(
     r"triton[/\\](?:backends[/\\]\w+[/\\]compiler|compiler[/\\]compiler|runtime[/\\]build)"
     r"|torch[/\\](?:_inductor[/\\](?:codecache|cpp_builder|runtime|compile_worker)|utils[/\\]cpp_extension)"
 )
+_TRITON = re.compile(r"(?:^|[/\\\\])triton[/\\\\]")
 _POOL = re.compile(r"torch[/\\]_inductor[/\\](?:async_compile|codecache|select_algorithm)\.py$")
 
 Frames = list[tuple[str, str]]
@@ -44,18 +46,33 @@ def deadlock(stacks: str) -> str | None:
             if _AUTOGRAD.search(frames[0][0]) and any(_TRACING.search(path) for path, _ in frames):
                 for other, its in told:
                     if other != waiter and any("backward" in name and _BACKWARD.search(path) for path, name in its):
-                        return f"{waiter} waits for autograd inside a compile while {other} compiles a backward"
+                        return f"{_who(waiter)} waits for autograd inside a compile while {_who(other)} compiles a backward"
     return None
 
 
 def endless_compile(stacks: str) -> str | None:
-    """The thread that waits for a compiler, in words, or None."""
-    for dump in _DUMP.split(stacks):
-        for head, frames in threads(dump):
-            waits = frames and _waits_for_compiler(frames)
-            if waits:
-                return f"{head} waits for {waits}"
+    """The thread that waits for a compiler, in words, or None; with what the compile worker it waits for is at."""
+    dumps = [threads(dump) for dump in _DUMP.split(stacks)]
+    for head, frames in [thread for dump in dumps for thread in dump]:
+        waits = frames and _waits_for_compiler(frames)
+        if waits:
+            return f"{_who(head)} waits for {waits}" + (_worker(dumps) if "worker" in waits else "")
     return None
+
+
+def _worker(dumps: list[list[tuple[str, Frames]]]) -> str:
+    """Where the one compile worker stands that is not idle, ", which is at ..."; "" if none shows."""
+    for _, frames in [thread for dump in dumps for thread in dump]:
+        if frames and _TRITON.search(frames[0][0]) and any("compile_worker" in path for path, _ in frames):
+            return f", which is at {frames[0][1]}"
+    return ""
+
+
+def _who(head: str) -> str:
+    """A thread's header without what every header says."""
+    return (
+        head.removesuffix(":").removesuffix("(most recent call first)").replace("(idle)", "").replace(" :", "").strip()
+    )
 
 
 def _waits_for_compiler(frames: Frames) -> str:
