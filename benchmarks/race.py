@@ -209,12 +209,13 @@ def trials(strategy_name: str, options: argparse.Namespace) -> NoReturn:
 def register_traced() -> None:
     """Make `traced` a backend: aot_eager that also does in every compile what Inductor does in a process's first."""
     import torch
+    from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.registry import register_backend
 
     def compiler(graph: Any, _: Any) -> Any:
         torch.fx.symbolic_trace(graph)
-        return graph
+        return make_boxed_func(graph)
 
     register_backend(aot_autograd(fw_compiler=compiler, bw_compiler=compiler), name="traced")
 
@@ -283,7 +284,7 @@ def trial(strategy_name: str, device_type: str, options: argparse.Namespace) -> 
             model.zero_grad()
             loss = forward(inputs, features, mask).square().mean()
             loss.backward()
-            return float(loss)
+            return float(loss.detach())
 
         try:
             while under_way():
