@@ -14,6 +14,7 @@ from typing import Any
 from sweeper import spec, store, wheels
 from sweeper.caches import snapshots
 from sweeper.store import Attempt
+from sweeper.tracking.place import hidden
 
 
 @dataclass(frozen=True)
@@ -170,5 +171,5 @@ def record(plan: Plan, options: spec.Options) -> dict[str, Any]:
 
 
 def command_line() -> list[str]:
-    """The words of the command line that may be kept: an address of a tracking server may hold a password."""
-    return [word for word in sys.argv[1:] if not word.lstrip("+").startswith("tracking.")]
+    """The words of the command line as they may be kept: an address may hold a password."""
+    return [hidden(word) for word in sys.argv[1:]]

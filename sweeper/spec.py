@@ -26,6 +26,7 @@ from dflash.settings import DEVICES, JobSettings, SettingError, Split
 from sweeper import caches, leases, machine, wheels
 from sweeper import workload as workloads
 from sweeper.composed import Composed
+from sweeper.tracking import place as places
 from sweeper.workload import Workload
 
 # In a folder of prepared data: what it holds, with the checksum of each file.
@@ -100,6 +101,7 @@ class Options:
             if stage not in self.budget:
                 raise SettingError("budget", self.budget, f"must give seconds for the stage {stage}")
         self.wheels.check()
+        places.read(self.tracking, self.folder)
         _check_store(self.folder)
 
 
@@ -229,11 +231,7 @@ def _given(config: Composed) -> dict[str, Any]:
 def _options(config: Composed) -> Options:
     given = {name: config.settings[name] for name in Options.__dataclass_fields__ if name != "tracking"}
     plain: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Options), given))
-    tracking: Any = config.settings["tracking"]
-    if not isinstance(tracking["experiment"], str) or not tracking["experiment"]:
-        value = "null" if tracking["experiment"] is None else tracking["experiment"]
-        raise SettingError("tracking.experiment", value, "must be a name, it may not be null")
-    return replace(plain, tracking={"name": config.choices["tracking"], **tracking})
+    return replace(plain, tracking={"name": config.choices["tracking"], **config.settings["tracking"]})
 
 
 def _swept(configs: Sequence[Composed]) -> list[str]:

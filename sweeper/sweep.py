@@ -168,7 +168,6 @@ def conclude(runs: Iterable[spec.Run], session: run.Session, why: str = "") -> d
     rows = table.rows([last.folder for _, last in latest])
     analysis = analysed(read(last.folder for _, last in latest), help.defaults(), command_line())
     said = sentences(analysis, why)
-    session.tracking.close_sweep(session.sweep, rows, said)
     session.display.close()
     print(table.render(rows, shutil.get_terminal_size().columns if sys.stdout.isatty() else None))
     print(said, end="")
@@ -179,6 +178,7 @@ def conclude(runs: Iterable[spec.Run], session: run.Session, why: str = "") -> d
             store.write(folder / name, content)
     except OSError as error:
         session.display.note(f"the table could not be kept in {folder} ({error})")
+    session.tracking.close_sweep(session.sweep)  # shows what the folder holds
     return {identity: last.verdict["verdict"] for identity, last in latest if last.verdict}
 
 

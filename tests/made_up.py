@@ -87,6 +87,7 @@ def write_run(
     folder.mkdir(parents=True)
     run = {
         "identity": f"{name:0<64}"[:64],
+        "cell_id": "-".join(cell.values()),
         "cell": cell,
         "repeat": repeat,
         "attempt": attempt,
@@ -111,6 +112,19 @@ def write_run(
     add_events(folder, told)
     if finished:
         finish_run(folder, told, **evidence)
+    return folder
+
+
+def write_plan(folders: list[Path], sweep: str = "sweep0123", conclusion: str = "") -> Path:
+    """Write the folder of a sweep of these runs, which has ended if there is a conclusion. Returns the folder."""
+    folder = folders[0].parent.parent / "sweeps" / sweep
+    folder.mkdir(parents=True, exist_ok=True)
+    runs = [json.loads((one / "run.json").read_text()) for one in folders]
+    planned = [{name: run[name] for name in ("cell", "cell_id", "identity", "repeat")} for run in runs]
+    plan = {"sweep": sweep, "title": "a sweep", "written": BEGAN, "command": ["-m"], "runs": planned}
+    (folder / "plan.json").write_text(json.dumps(plan))
+    if conclusion:
+        (folder / "conclusion.txt").write_text(conclusion)
     return folder
 
 

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_up import BEGAN, add_events, evaluated, events, fanout, finish_run, proof, write_run
+from made_up import BEGAN, add_events, evaluated, events, fanout, finish_run, proof, write_plan, write_run
 
-from sweeper import tracking
-from sweeper.mlflow_view import View, alive
-from sweeper.report import table
+from sweeper import sync, tracking
+from sweeper.tracking import place
+from sweeper.tracking.view import View, alive
 
 LOCAL = {"name": "local", "uri": None, "experiment": "dflash"}
 CELL = {"wheel": "current", "cache": "cold", "compile": "locked", "split": "1t2d", "isolation": "threads"}
@@ -31,7 +31,7 @@ CELL = {"wheel": "current", "cache": "cold", "compile": "locked", "split": "1t2d
 def fresh(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An empty tracking store, made once: making the tables takes seconds."""
     store = tmp_path_factory.mktemp("fresh")
-    View(None, "dflash", store)
+    View(place.own(store), store)
     return store / "mlflow.db"
 
 
@@ -47,20 +47,25 @@ def store(fresh: Path, tmp_path: Path) -> Path:
 
 
 def runs(store: Path, condition: str = "") -> list[Any]:
-    view = View(None, "dflash", store)
-    return list(view._client.search_runs([view.experiment], condition, max_results=1000))
+    view = View(place.own(store), store)
+    return list(view.client.search_runs([view.experiment], condition, max_results=1000))
 
 
-def children(store: Path) -> dict[str, Any]:
-    return {r.data.tags["sweeper.run"]: r for r in runs(store) if "sweeper.run" in r.data.tags}
+def shown(store: Path) -> dict[str, Any]:
+    return {r.data.tags["sweeper.run"]: r for r in runs(store, "tags.kind = 'run'")}
 
 
-def parents(store: Path) -> list[Any]:
-    return [r for r in runs(store) if "sweeper.sweep_id" in r.data.tags]
+def sweeps(store: Path) -> list[Any]:
+    return runs(store, "tags.kind = 'sweep'")
+
+
+def catch_up(store: Path, *names: str, rebuild: bool = False) -> tuple[int, int]:
+    """What `python -m sweeper.sync` does with the sweeps of a store, at its own MLflow."""
+    return sync.sync(store, place.own(store), names or ["sweep0123"], rebuild)
 
 
 def client(store: Path) -> Any:
-    return View(None, "dflash", store)._client
+    return View(place.own(store), store).client
 
 
 def test_sixteen_runs_read_back_after_a_sync(store: Path) -> None:
@@ -74,18 +79,16 @@ def test_sixteen_runs_read_back_after_a_sync(store: Path) -> None:
         state = proof("warm", "mixed") if cell["cache"] == "warm" and repeat == 4 else proof(cell["cache"])
         folder = write_run(store, cell, repeat=repeat, told=told, cache=state)
         written[folder.name] = folder
-    assert tracking.sync(store) == {"written": 16, "unchanged": 0}
-    assert tracking.sync(store) == {"written": 0, "unchanged": 16}
+    assert catch_up(store) == (16, 0)
+    assert catch_up(store) == (0, 16)
 
-    found = children(store)
+    found = shown(store)
     assert set(found) == set(written)
-    (parent,) = parents(store)
     for name, run in found.items():
         verdict = json.loads((written[name] / "verdict.json").read_text())
         cell = json.loads((written[name] / "run.json").read_text())["cell"]
         figures, metrics, params, tags = verdict["figures"], run.data.metrics, run.data.params, run.data.tags
         assert run.info.status == "FINISHED"
-        assert tags["mlflow.parentRunId"] == parent.info.run_id
         assert {k: params[f"cell.{k}"] for k in cell} == cell
         assert (params["spec.train.steps"], params["spec.optim.betas"]) == ("12", "0.9, 0.999")
         assert metrics["ktok_s"] == pytest.approx(figures["ktok_s"])
@@ -125,22 +128,24 @@ def test_a_sweep_as_it_happens(store: Path, monkeypatch: pytest.MonkeyPatch, cap
         folder = write_run(store, CELL, repeat=repeat, told=told[:5], finished=False)
         folders.append(folder)
         tracker.start(folder)
-        wait_for(lambda name=folder.name: children(store)[name].data.metrics["train/loss"] == pytest.approx(4.2))
-        assert children(store)[folder.name].info.status == "RUNNING"
-        assert parents(store)[0].info.status == "RUNNING"
+        wait_for(lambda name=folder.name: shown(store)[name].data.metrics["train/loss"] == pytest.approx(4.2))
+        assert shown(store)[folder.name].info.status == "RUNNING"
+        assert sweeps(store)[0].info.status == "RUNNING"
         add_events(folder, told[5:])
         tracker.tick(folder)
         finish_run(folder, told)
         tracker.finish(folder)
-    tracker.close_sweep("sweep0123", table.rows(folders), "Nothing failed in 2 runs.\n")
+    write_plan(folders, conclusion="Nothing failed in 2 runs.\n")
+    tracker.close_sweep("sweep0123")
     tracker.close()
 
-    (parent,) = parents(store)
-    kept = {one.path for one in client(store).list_artifacts(parent.info.run_id)}
-    assert kept >= {"table.txt", "table.json", "conclusion.txt"}
-    assert (parent.info.status, parent.info.run_name) == ("FINISHED", "compile=locked cache=cold")
-    assert parent.data.tags["verdicts"] == "2 ok"
-    found = children(store)
+    (sweep,) = sweeps(store)
+    kept = {one.path for one in client(store).list_artifacts(sweep.info.run_id)}
+    assert kept >= {"table.json", "conclusion.txt"}
+    assert (sweep.info.status, sweep.info.run_name) == ("FINISHED", "compile=locked cache=cold")
+    assert sweep.data.tags["verdicts"] == "2 ok"
+    assert "Nothing failed in 2 runs." in sweep.data.tags["mlflow.note.content"]
+    found = shown(store)
     assert {r.info.status for r in found.values()} == {"FINISHED"}
     history = client(store).get_metric_history(found[folders[0].name].info.run_id, "train/loss")
     assert [m.step for m in history] == list(range(1, 21))  # each step once
@@ -167,10 +172,11 @@ def test_the_same_sweep_again_joins_its_parent(store: Path) -> None:
         tracker.open_sweep("sweep0123", "title", 1)
         folder = write_run(store, CELL, repeat=repeat)
         tracker.finish(folder)
-        tracker.close_sweep("sweep0123", table.rows([folder]))
+        write_plan([folder], conclusion="Nothing failed.\n")
+        tracker.close_sweep("sweep0123")
         tracker.close()
-    (parent,) = parents(store)
-    assert {r.data.tags["mlflow.parentRunId"] for r in children(store).values()} == {parent.info.run_id}
+    assert len(sweeps(store)) == 1
+    assert {r.data.tags["sweep_id"] for r in shown(store).values()} == {"sweep0123"}
 
 
 @pytest.mark.parametrize(
@@ -184,8 +190,8 @@ def test_the_same_sweep_again_joins_its_parent(store: Path) -> None:
 )
 def test_status_follows_the_verdict(store: Path, ends: dict[str, Any], status: str) -> None:
     folder = write_run(store, CELL, told=events(steps=2)[:-1], **ends)
-    tracking.sync(store)
-    run = children(store)[folder.name]
+    catch_up(store)
+    run = shown(store)[folder.name]
     assert run.info.status == status
     assert "ktok_s" not in run.data.metrics  # it never reached its measured window
 
@@ -193,8 +199,8 @@ def test_status_follows_the_verdict(store: Path, ends: dict[str, Any], status: s
 def test_values_that_are_not_finite_show_as_such(store: Path) -> None:
     told = [e | {"loss": None, "nonfinite": ["loss"]} if e.get("step") == 12 else e for e in events()]
     folder = write_run(store, CELL, told=told)
-    tracking.sync(store)
-    run = children(store)[folder.name]
+    catch_up(store)
+    run = shown(store)[folder.name]
     assert math.isnan(client(store).get_metric_history(run.info.run_id, "train/loss")[-1].value)
     assert run.data.params["result.signature"] == "numerics.nan"
 
@@ -216,8 +222,8 @@ def test_variants_slots_and_evaluations_have_names_of_their_own(store: Path) -> 
         evaluated(12, 1.7, variant="b16"),
     ]
     folder = write_run(store, CELL, told=told)
-    tracking.sync(store)
-    run = children(store)[folder.name]
+    catch_up(store)
+    run = shown(store)[folder.name]
     metrics = run.data.metrics
     for variant, more in (("b16", 0.0), ("b8", 0.5)):
         assert history(store, run, f"train/loss/{variant}") == pytest.approx(
@@ -245,52 +251,52 @@ def test_variants_slots_and_evaluations_have_names_of_their_own(store: Path) -> 
 
 def test_an_evaluation_is_shown_while_the_run_goes_on_and_once(store: Path) -> None:
     folder = write_run(store, CELL, told=[*events()[:8], evaluated(6, 1.4)], finished=False)
-    tracking.sync(store)
-    assert history(store, children(store)[folder.name], "tau/gsm8k") == {6: 1.4}
+    catch_up(store)
+    assert history(store, shown(store)[folder.name], "tau/gsm8k") == {6: 1.4}
     add_events(folder, [*events()[8:-1], evaluated(12, 1.6), events()[-1]])
     finish_run(folder, events())
-    tracking.sync(store)
-    again = client(store).get_metric_history(children(store)[folder.name].info.run_id, "tau/gsm8k")
+    catch_up(store)
+    again = client(store).get_metric_history(shown(store)[folder.name].info.run_id, "tau/gsm8k")
     assert [(m.step, m.value) for m in again] == [(6, 1.4), (12, 1.6)]
 
 
 def test_a_long_run_shows_its_details_now_and_then(store: Path) -> None:
     told = [e | {"loss_at": [2.0, 3.0]} if e["event"] == "step" else e for e in events(steps=2050)]
     folder = write_run(store, CELL, told=told)
-    tracking.sync(store)
-    run = children(store)[folder.name]
+    catch_up(store)
+    run = shown(store)[folder.name]
     assert len(history(store, run, "train/loss")) == 2050
-    shown = history(store, run, "train/loss_slot/02")
-    assert 150 <= len(shown) <= 250
-    assert {1, 2050} <= set(shown)
+    details = history(store, run, "train/loss_slot/02")
+    assert 150 <= len(details) <= 250
+    assert {1, 2050} <= set(details)
 
 
 def test_a_lost_tracking_store_is_rebuilt(fresh: Path, store: Path) -> None:
     write_run(store, CELL, repeat=1)
     write_run(store, CELL, repeat=2, told=events(steps=2)[:-1], exit_code=1)
-    tracking.sync(store)
-    before = {name: run.data.params for name, run in children(store).items()}
+    catch_up(store)
+    before = {name: run.data.params for name, run in shown(store).items()}
     shutil.copy(fresh, store / "mlflow.db")
-    assert not children(store)
-    assert tracking.sync(store)["written"] == 2
-    assert {name: run.data.params for name, run in children(store).items()} == before
+    assert not shown(store)
+    assert catch_up(store)[0] == 2
+    assert {name: run.data.params for name, run in shown(store).items()} == before
 
 
 def test_a_crash_between_creating_and_noting_makes_no_second_run(store: Path) -> None:
     folder = write_run(store, CELL)
-    tracking.sync(store)
+    catch_up(store)
     (folder / "tracking.json").unlink()
-    tracking.sync(store)
-    assert len(children(store)) == len([r for r in runs(store) if "sweeper.run" in r.data.tags]) == 1
+    catch_up(store)
+    assert len(shown(store)) == len([r for r in runs(store) if "sweeper.run" in r.data.tags]) == 1
 
 
 def test_a_verdict_written_anew_is_shown(store: Path) -> None:
     """A later sweep may adopt a finished run: its verdict then names both sweeps."""
     folder = write_run(store, CELL)
-    tracking.sync(store)
+    catch_up(store)
     finish_run(folder, events(), sweeps=["sweep0123", "sweep4567"])
-    assert tracking.sync(store)["written"] == 1
-    assert children(store)[folder.name].data.tags["sweep_ids"] == "sweep0123,sweep4567"
+    assert catch_up(store)[0] == 1
+    assert shown(store)[folder.name].data.tags["sweep_ids"] == "sweep0123,sweep4567"
 
 
 def test_what_a_dead_harness_left_running_is_closed(store: Path) -> None:
@@ -302,13 +308,13 @@ def test_what_a_dead_harness_left_running_is_closed(store: Path) -> None:
         (folder / "run.json").write_text(json.dumps(run | {"harness_pid": ended.pid}))
     now = json.loads((live / "run.json").read_text())
     (live / "run.json").write_text(json.dumps(now | {"started": time.time()}))
-    view = View(None, "dflash", store)
+    view = View(place.own(store), store)
     for folder in (lost, live, late):
         view.bring(folder)
     finish_run(late, events())
     tracker = tracking.make(LOCAL, store)
     tracker.close()
-    status = {name: run.info.status for name, run in children(store).items()}
+    status = {name: run.info.status for name, run in shown(store).items()}
     assert status == {lost.name: "KILLED", live.name: "RUNNING", late.name: "FINISHED"}
 
 
@@ -320,21 +326,20 @@ def test_a_harness_elsewhere_may_live() -> None:
 
 def test_primes_are_not_shown(store: Path) -> None:
     write_run(store, CELL, role="prime")
-    assert tracking.sync(store) == {"written": 0, "unchanged": 1}
-    assert not children(store)
+    assert catch_up(store) == (0, 1)
+    assert not shown(store)
 
 
 def test_an_unreachable_store_neither_blocks_nor_raises(tmp_path: Path, capsys: Any) -> None:
-    uri = "http://user:secret@127.0.0.1:9"
-    tracker = tracking.make({"name": "local", "uri": uri, "experiment": "dflash"}, tmp_path)
+    tracker = tracking.Tracker(place.Place("http://user:secret@127.0.0.1:9"), tmp_path)
     folder = write_run(tmp_path, CELL)
     tracker.open_sweep("sweep0123", "title", 1)
     tracker.finish(folder)
-    tracker.close_sweep("sweep0123", table.rows([folder]))
+    tracker.close_sweep("sweep0123")
     tracker.close()
     told = capsys.readouterr().err
     assert "tracking failed" in told
-    assert "sweeper.tracking sync" in told
+    assert "sweeper.sync" in told
     assert "secret" not in told
     assert not [t for t in threading.enumerate() if t.name == "tracking" and t.is_alive()]
 
@@ -343,20 +348,23 @@ def test_what_failed_is_tried_again(store: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(tracking, "PAUSE", 0.05)
     outages = iter([OSError("disk I/O error"), OSError("disk I/O error")])
 
-    def open_view() -> View:
-        for outage in outages:
-            raise outage
-        return View(None, "dflash", store)
+    class Flaky(View):
+        def __init__(self, *given: Any) -> None:
+            for outage in outages:
+                raise outage
+            super().__init__(*given)
 
-    tracker = tracking.Tracker(open_view, store)
-    tracker.open_sweep("sweep0123", "title", 1)
+    monkeypatch.setattr("sweeper.tracking.view.View", Flaky)
     folder = write_run(store, CELL)
+    write_plan([folder], conclusion="Nothing failed.\n")
+    tracker = tracking.make(LOCAL, store)
+    tracker.open_sweep("sweep0123", "title", 1)
     tracker.finish(folder)
-    wait_for(lambda: children(store)[folder.name].info.status == "FINISHED")
-    tracker.close_sweep("sweep0123", [])
+    wait_for(lambda: shown(store)[folder.name].info.status == "FINISHED")
+    tracker.close_sweep("sweep0123")
     tracker.close()
-    assert capsys.readouterr().err == "tracking failed and will be tried again: disk I/O error\n"  # told once
-    assert [p.info.status for p in parents(store)] == ["FINISHED"]
+    assert capsys.readouterr().err.count("disk I/O error") == 1  # told once
+    assert [p.info.status for p in sweeps(store)] == ["FINISHED"]
 
 
 @pytest.mark.slow
@@ -368,7 +376,7 @@ def test_two_harnesses_share_a_fresh_store(tmp_path: Path) -> None:
         "from made_up import write_run\n"
         "from sweeper import tracking\n"
         "store, repeat = Path(sys.argv[1]), int(sys.argv[2])\n"
-        "tracker = tracking.make({'name': 'local'}, store)\n"
+        "tracker = tracking.make({'name': 'local', 'uri': None, 'experiment': 'dflash'}, store)\n"
         "tracker.open_sweep('both', 'both', 2)\n"
         f"folder = write_run(store, {CELL!r}, repeat=repeat, sweep='both')\n"
         "tracker.finish(folder)\n"
@@ -385,26 +393,36 @@ def test_two_harnesses_share_a_fresh_store(tmp_path: Path) -> None:
     for process in started:
         _, err = process.communicate(timeout=120)
         assert (process.returncode, err) == (0, "")
-    assert len(children(tmp_path)) == 2
-    assert len(parents(tmp_path)) == 1
+    assert len(shown(tmp_path)) == 2
+    assert len(sweeps(tmp_path)) == 1
 
 
 def test_tracking_none_writes_nothing(tmp_path: Path) -> None:
-    tracker = tracking.make({"name": "none"}, tmp_path)
+    tracker = tracking.make(LOCAL | {"name": "none"}, tmp_path)
     folder = write_run(tmp_path, CELL)
     tracker.open_sweep("s", "t", 1)
     tracker.start(folder)
     tracker.finish(folder)
-    tracker.close_sweep("s", [])
+    tracker.close_sweep("s")
     tracker.close()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["runs"]
 
 
 def test_the_sync_command(store: Path, capsys: Any) -> None:
-    write_run(store, CELL)
-    assert tracking.main(["sync", "--store", str(store)]) == 0
-    assert capsys.readouterr().out == "1 runs written, 0 unchanged\n"
-    assert tracking.main(["sync", "--store", str(store / "none")]) == 2
-    assert capsys.readouterr().err.startswith("store=")
-    assert tracking.main(["sync", "--store", str(store), "--uri", "nosuch://x"]) == 1
-    assert capsys.readouterr().err.startswith("uri=nosuch")
+    folder = write_run(store, CELL)
+    write_plan([folder], conclusion="Nothing failed.\n")
+    here = ["--store", str(store)]
+    assert sync.main(here) == 0
+    assert capsys.readouterr().out.startswith("no sweep of this store was tracked; name one")
+    assert not shown(store)
+    assert sync.main([*here, "sweep0123"]) == 0
+    assert capsys.readouterr().out.endswith("/mlflow.db: 1 runs written, 0 unchanged\n")
+    assert sync.main(here) == 0  # it is tracked by now
+    assert capsys.readouterr().out.endswith("/mlflow.db: 0 runs written, 1 unchanged\n")
+    for words, said in (
+        (["--store", str(store / "none")], f"--store={store}/none: must be a folder in which a sweep has run"),
+        ([*here, "sweep4567"], f"sweep=sweep4567: is not in {store}; known: sweep0123"),
+        ([*here, "--uri", "nosuch://x"], "--uri=nosuch://x: must begin with one of http://,"),
+    ):
+        assert sync.main(words) == 2
+        assert capsys.readouterr().err.startswith(f"sweeper.sync: {said}")

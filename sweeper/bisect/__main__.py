@@ -26,8 +26,7 @@ import hashlib
 import json
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from dflash.settings import SettingError
@@ -61,7 +60,6 @@ def main() -> None:
 def bisect(configs: Sequence[Composed], question: Question) -> sweep.Result:
     """Run levels until the answer is sure, and print it. Raises SettingError, before anything is started."""
     from sweeper import spec, store, sweep
-    from sweeper.report import table
 
     options, cells = spec.read(configs)
     names = _names(cells, options, question)
@@ -95,11 +93,11 @@ def bisect(configs: Sequence[Composed], question: Question) -> sweep.Result:
         if interrupts.look():
             status = sweep.INTERRUPTED
         text = report(question, names, results, following)
-        session.tracking.close_sweep(session.sweep, table.rows(_folders(cells, results, options.folder)), text)
         try:
             store.write(options.folder / "sweeps" / session.sweep / "bisect.txt", text + "\n")
         except OSError as error:
             session.display.note(f"the conclusion could not be kept ({error})")
+        session.tracking.close_sweep(session.sweep)
     print(text)
     if status == sweep.OK and not (isinstance(following, Answer) and following.kind == "found"):
         status = NO_ANSWER
@@ -117,15 +115,6 @@ def _plan(cells: Sequence[spec.Run], question: Question) -> sweep.Plan:
     asked = json.dumps([question.factor, question.levels, question.symptom, settings], sort_keys=True)
     name = hashlib.sha256(asked.encode()).hexdigest()[:12]
     return sweep.Plan(name, [sweep.Planned(cell, None, None) for cell in cells], [])
-
-
-def _folders(cells: Sequence[spec.Run], results: Sequence[Sequence[Result]], folder: Path) -> Iterator[Path]:
-    from sweeper import sweep
-
-    for cell, several in zip(cells, results, strict=True):
-        for number in range(len(several)):
-            if last := sweep.newest(folder, cell.repeated(number + 1)):
-                yield last.folder
 
 
 def _names(cells: Sequence[spec.Run], options: spec.Options, question: Question) -> list[str]:

@@ -1,0 +1,201 @@
+"""What a job reported, as MLflow's metrics: series over steps, evaluations, system metrics, and a run's last figures.
+
+Names: headline figures by their plain names, `tau*/<set>`, then `train/*` (series over steps among them), `use/*`
+(times, and cache counts as `use/cache.<layer>.<count>`) and `system/*`, which the UI shows in a tab of its own. A
+variant of a fanout is the last part of a name, `train/loss/b16`: the UI makes a section of what is equal before the
+last slash, so variants stand side by side.
+
+A point has the step and the time of the event that it comes from, so told twice it is the same point, which MLflow
+keeps once.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from dflash.events import EventReader
+from sweeper.measure import (
+    SERIES,
+    SIDES,
+    Evaluation,
+    Step,
+    finite,
+    overlap,
+    parse_evaluation,
+    parse_step,
+    pauses,
+    window_start,
+)
+
+# Points a series has at most, about: a long run must not fill the store with rows, nor the UI with details.
+POINTS, DETAIL_POINTS = 10_000, 200
+EVALUATED = ("tau", "tau_low", "tau_high", "tau_untrained", "distinct4", "identical", "speedup")
+WRITTEN = ("t", "event", "pid", "thread", "nonfinite")  # what the writer adds to an event of its own
+HEADLINES = ("ktok_s", "time_to_first_step_s", "compile_s")
+
+
+@dataclass
+class Told:
+    """How far MLflow knows a job: the last step of each variant, and how many evaluations and memory events."""
+
+    steps: dict[str, int] = field(default_factory=dict)
+    evaluations: int = 0
+    memory: int = 0
+
+
+@dataclass
+class Job:
+    """What a job told so far: its steps by variant and number, of which the first event counts, evaluations, memory."""
+
+    reader: EventReader
+    steps: dict[str, dict[int, Step]] = field(default_factory=dict)
+    evaluations: list[Evaluation] = field(default_factory=list)
+    memory: list[tuple[float, dict[str, float]]] = field(default_factory=list)
+    _by_process: dict[Any, dict[str, float]] = field(default_factory=dict)
+
+    def read(self) -> None:
+        """Read what was reported since."""
+        for event in self.reader.poll():
+            if step := parse_step(event):
+                self.steps.setdefault(step.variant, {}).setdefault(step.step, step)
+            elif measured := parse_evaluation(event):
+                self.evaluations.append(measured)
+            elif event.get("event") == "memory" and (t := finite(event.get("t"))) is not None:
+                self._by_process[event.get("pid")] = _used(event)
+                self.memory.append((t, _summed(self._by_process)))
+
+    def metrics(self, told: Told) -> list[Any]:
+        """The metrics of what was read and not told.
+
+        ktok_s is that of the measured window so far, so that its last value is the run's.
+        """
+        found: list[Any] = []
+        for number, (variant, steps) in enumerate(self.steps.items()):
+            done = [steps[n] for n in sorted(steps)]
+            new = [step for step in done if step.step > told.steps.get(variant, 0)]
+            for step in new:
+                found += _metrics(_of_step(step), step.t, step.step, variant)
+            if number == 0:  # the stream's speed, which the variants share
+                found += self._speeds(done, new)
+        for one in self.evaluations[told.evaluations :]:
+            values = {name: value for name in EVALUATED if (value := finite(one.told.get(name))) is not None}
+            named = {f"{name}/{_part(one.set)}": value for name, value in values.items()}
+            found += _metrics(named, one.t, one.step, one.variant)
+        for number, (t, used) in enumerate(self.memory[told.memory :], told.memory):
+            found += _metrics(used, t, number, "")
+        return found
+
+    @property
+    def told(self) -> Told:
+        """How far MLflow knows this job once all of `metrics` is logged."""
+        last = {variant: max(steps) for variant, steps in self.steps.items()}
+        return Told(last, len(self.evaluations), len(self.memory))
+
+    def _speeds(self, done: list[Step], new: list[Step]) -> Iterator[Any]:
+        """Ktok/s of the measured window up to each new step, `done` being all steps so far."""
+        opened, still = window_start(done), pauses(done, self.evaluations)
+        tokens = sum(step.tokens for step in done[: len(done) - len(new)] if step.steady)
+        for step in new:
+            tokens += step.tokens if step.steady else 0
+            if tokens and opened is not None and _shown(step, POINTS):
+                seconds = step.t - opened - overlap(still, opened, step.t)
+                if seconds > 0:
+                    yield from _metrics({"ktok_s": tokens / seconds / 1000}, step.t, step.step, "")
+
+
+def final(verdict: dict[str, Any]) -> dict[str, float]:
+    """The metrics of a finished run: its figures, its times and the cache counts that are not all zero."""
+    figures = dict(verdict.get("figures") or {})
+    found: dict[str, Any] = {name: figures.pop(name, None) for name in HEADLINES}
+    for kind in ("rss", "gpu"):
+        size = finite(figures.pop(f"peak_{kind}_bytes", None))
+        found[f"peak_{kind}_gb"] = None if size is None else size / 1e9
+    for variant, learnt in (figures.pop("variants", None) or {}).items():
+        found |= {f"train/{name}/{_part(variant)}": value for name, value in learnt.items()}
+    found |= {f"train/{name}": value for name, value in figures.items()}
+    found |= {f"use/{name}": verdict.get(name) for name in ("wall_s", "child_s", "overhead_s")}
+    layers = (verdict.get("cache") or {}).get("layers") or {}
+    for layer, counts in layers.items():
+        if isinstance(counts, dict) and any(finite(n) for n in counts.values()):
+            found |= {f"use/cache.{layer}.{name}": count for name, count in counts.items()}
+    return {name: number for name, value in found.items() if (number := finite(value)) is not None}
+
+
+def table(measured: list[Evaluation]) -> str:
+    """The evaluations as CSV, a row each, which the UI shows as a table."""
+    columns = list(dict.fromkeys(name for one in measured for name in one.told if name not in WRITTEN))
+    out = io.StringIO()
+    rows = csv.writer(out, lineterminator="\n")
+    rows.writerow(columns)
+    for one in measured:
+        values = [one.told.get(name) for name in columns]
+        rows.writerow([" ".join(map(str, value)) if isinstance(value, list) else value for value in values])
+    return out.getvalue()
+
+
+def _of_step(step: Step) -> dict[str, float]:
+    """The metrics of a step: its series, and now and then the details."""
+    values: dict[str, float | None] = {}
+    if _shown(step, POINTS):
+        values |= {f"train/{name}": value for name, value in step.series.items()}
+        values |= {f"train/{name}": math.nan for name in SERIES if name in step.nonfinite}
+    if _shown(step, DETAIL_POINTS):
+        for name, slots in step.slots.items():
+            kind = name.removesuffix("_at")
+            values |= {f"train/{kind}_slot/{slot:02}": value for slot, value in enumerate(slots, 1)}
+        values |= {f"train/tok_s/{side}": rate for side, rate in step.tok_s.items()}
+        for side in SIDES if step.seconds else ():
+            waits = [waited for worker, waited in step.waits.items() if worker.startswith(side)]
+            if waits:
+                values[f"train/waited/{side}"] = min(1.0, sum(waits) / len(waits) / (step.seconds or 1.0))
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _used(event: dict[str, Any]) -> dict[str, float]:
+    """What a process told of its memory and its GPUs, by MLflow's names for such metrics where it has one."""
+    found: dict[str, float | None] = {"system/process_memory_megabytes": _mega(event.get("rss_bytes"))}
+    for field_name, name in (("gpu_bytes", "memory_usage_megabytes"), ("gpu_percent", "utilization_percentage")):
+        by_device = event.get(field_name)
+        for device, value in by_device.items() if isinstance(by_device, dict) else ():
+            number = _mega(value) if name.endswith("megabytes") else finite(value)
+            found[f"system/gpu_{device.rpartition(':')[2]}_{name}"] = number
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _summed(by_process: dict[Any, dict[str, float]]) -> dict[str, float]:
+    """The memory of all processes together; of a device's utilisation every process tells the same, roughly."""
+    together: dict[str, float] = {}
+    for used in by_process.values():
+        for name, value in used.items():
+            known = together.get(name, 0.0)
+            together[name] = max(known, value) if name.endswith("percentage") else known + value
+    return together
+
+
+def _mega(value: Any) -> float | None:
+    number = finite(value)
+    return None if number is None else number / 1e6
+
+
+def _shown(step: Step, points: int) -> bool:
+    """Whether a step is one of the at most about `points` that a series shows: evenly spread, and the last."""
+    every = max(1, math.ceil(step.steps / points))
+    return step.step % every == 0 or step.step in (1, step.steps)
+
+
+def _metrics(values: dict[str, float], t: float, step: int, variant: str) -> list[Any]:
+    from mlflow.entities import Metric
+
+    last = f"/{_part(variant)}" if variant else ""
+    return [Metric(name + last, value, int(t * 1000), step) for name, value in values.items()]
+
+
+def _part(text: str) -> str:
+    """A name of the user's as one part of a metric's name."""
+    return re.sub(r"[^\w.-]", "_", text).lstrip(".")[:60] or "_"
