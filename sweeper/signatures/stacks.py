@@ -22,13 +22,12 @@ _TRACING = re.compile(
 )
 _BACKWARD = re.compile(r"torch[/\\](?:_inductor|_functorch)[/\\]")
 _WAITS_FOR_PROCESS = re.compile(r"(?:^|[/\\])(?:subprocess|selectors)\.py$")
-_WAITS_FOR_TRITON = re.compile(r"(?:^|[/\\\\])triton[/\\\\]")
-_POOL = re.compile(r"(?:^|[/\\])(?:threading|concurrent[/\\]futures[/\\]_base)\.py$")
+_WAITS_FOR_POOL = re.compile(r"(?:^|[/\\])(?:threading|concurrent[/\\]futures[/\\]_base)\.py$")
 _COMPILES = re.compile(
     r"triton[/\\](?:backends[/\\]\w+[/\\]compiler|compiler[/\\]compiler|runtime[/\\]build)"
     r"|torch[/\\](?:_inductor[/\\](?:codecache|cpp_builder|runtime|compile_worker)|utils[/\\]cpp_extension)"
 )
-_TRITON = re.compile(r"(?:^|[/\\\\])triton[/\\\\]")
+_TRITON = re.compile(r"(?:^|[/\\])triton[/\\]")
 _POOL = re.compile(r"torch[/\\]_inductor[/\\](?:async_compile|codecache|select_algorithm)\.py$")
 
 Frames = list[tuple[str, str]]
@@ -46,7 +45,8 @@ def deadlock(stacks: str) -> str | None:
             if _AUTOGRAD.search(frames[0][0]) and any(_TRACING.search(path) for path, _ in frames):
                 for other, its in told:
                     if other != waiter and any("backward" in name and _BACKWARD.search(path) for path, name in its):
-                        return f"{_who(waiter)} waits for autograd inside a compile while {_who(other)} compiles a backward"
+                        who, whom = _who(waiter), _who(other)
+                        return f"{who} waits for autograd inside a compile while {whom} compiles a backward"
     return None
 
 
