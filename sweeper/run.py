@@ -35,6 +35,9 @@ class Session:
     # Snapshot keys whose priming failed in this session, and why: it is not tried again for each repeat.
     unprimed: dict[str, snapshots.Fault] = field(default_factory=dict)
     began: float = field(default_factory=time.time)
+    # Of a harness that is a job itself: what job.json says of it; and who asked for the end, as cause and in words.
+    job: dict[str, Any] | None = None
+    asked: Callable[[], tuple[str, str]] = lambda: ("sweep.interrupted", "interrupted")
 
     @property
     def folder(self) -> Path:
@@ -42,20 +45,27 @@ class Session:
 
 
 def execute(
-    run: Run, session: Session, index: int, estimate: float | None = None, lease: Lease | None = None
+    run: Run,
+    session: Session,
+    index: int,
+    estimate: float | None = None,
+    *,
+    lease: Lease | None = None,
+    claimed: Path | None = None,
 ) -> Path | None:
     """Do `run` once and record it; returns its directory, None when an interrupt came before it started.
 
-    `index` is its number among the runs of this session. It takes its GPUs by a lease of its own, or uses `lease`.
+    `index` is its number among the runs of this session. It takes its GPUs by a lease of its own, or uses `lease`, and
+    claims the directory of a new attempt, or uses `claimed`.
     Never raises on what the child does, nor on a disk that cannot be written: then the verdict says so.
     """
     if run.skip or run.wheel.failure:
-        return _recorded(run, session, index, estimate, None, _without_child)
+        return _recorded(run, session, index, estimate, None, claimed, _without_child)
     missed = _ensure_snapshot(run, session, index, lease)
     with nullcontext(lease) if lease else _lease(run, session) as own:
         if own is None or session.interrupted():
             return None
-        return _recorded(run, session, index, estimate, own, lambda record: _run_child(record, missed))
+        return _recorded(run, session, index, estimate, own, claimed, lambda record: _run_child(record, missed))
 
 
 def _recorded(
@@ -64,11 +74,12 @@ def _recorded(
     index: int,
     estimate: float | None,
     lease: Lease | None,
+    claimed: Path | None,
     work: Callable[[_Record], dict[str, Any]],
 ) -> Path:
     """Claim a directory and do the work, which gives the verdict as written."""
     began = time.time()
-    folder, attempt = store.claim(session.folder, run)
+    folder, attempt = (claimed, store.attempt(claimed).number) if claimed else store.claim(session.folder, run)
     session.display.run_started(index, run.label, estimate)
     record = _Record(run, session, folder, attempt, index, began, lease)
     try:
@@ -128,6 +139,8 @@ class _Record:
         }
         store.write(self.folder / store.RUN_FILE, self.written)
         store.write(self.folder / store.SPEC_FILE, self.run.spec)
+        if self.session.job:
+            store.write(self.folder / store.JOB_FILE, self.session.job)
 
     def look_beside(self) -> None:
         """Keep the largest number of other runs that were seen on this machine at a time."""
@@ -138,6 +151,7 @@ class _Record:
         """Judge and write the verdict; returns what was written."""
         if outcome.ended_by == "skipped":
             self.open([], {})
+        asked, why = self.session.asked() if outcome.ended_by == "interrupt" else ("", "")
         verdict = judge(
             Evidence(
                 exit_code=outcome.exit_code,
@@ -149,7 +163,8 @@ class _Record:
                 log_tail=outcome.log_tail,
                 stacks=outcome.stacks,
                 cache=cache,
-                reason=outcome.reason,
+                reason=why or outcome.reason,
+                asked=asked,
             )
         )
         self.look_beside()
@@ -293,8 +308,8 @@ def _take_checkpoints(record: _Record) -> None:
     """
     if not (record.run.spec.get("train") or {}).get("save_every"):
         return
-    earlier = [one for one in store.attempts(record.session.folder, record.run) if one.number < record.attempt]
-    if not earlier or earlier[-1].cause not in store.UNFINISHED:
+    earlier = [one for one in store.siblings(record.folder) if one.number < record.attempt]
+    if not earlier or earlier[-1].cause not in store.RESUMED:
         return
     before = earlier[-1].folder
     if (before / CHECKPOINTS).is_dir():

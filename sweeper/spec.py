@@ -25,6 +25,7 @@ from dflash.events import STAGES
 from dflash.settings import DEVICES, JobSettings, SettingError, Split
 from sweeper import caches, leases, machine, wheels
 from sweeper import workload as workloads
+from sweeper.cluster import settings as cluster
 from sweeper.composed import Composed
 from sweeper.tracking import place as places
 from sweeper.workload import Workload
@@ -60,6 +61,7 @@ class Options:
     rerun: str = "none"
     strict: bool = False
     verbose: bool = False
+    report: bool = True
     grace: float = 10.0
     jobs: str = "1"
     detach: bool = False
@@ -67,6 +69,11 @@ class Options:
     budget: dict[str, float] = field(default_factory=dict)
     tracking: dict[str, Any] = field(default_factory=dict)
     wheels: wheels.Sources = field(default_factory=wheels.Sources)
+
+    @property
+    def gpus(self) -> int:
+        """How many GPUs a run can have: this machine's, or those of a node of Slurm's partition."""
+        return machine.gpus() if self.slurm is None else cluster.read(self.slurm).node_gpus()
 
     @property
     def folder(self) -> Path:
@@ -90,6 +97,12 @@ class Options:
         if self.order not in ORDERS:
             raise SettingError("order", self.order, f"must be one of {', '.join(ORDERS)}")
         leases.check(self.jobs)
+        if self.slurm is not None:
+            cluster.read(self.slurm).check()
+        if self.detach and self.slurm is None:
+            raise SettingError("detach", "true", "needs jobs to leave to themselves: hydra/launcher=slurm")
+        if self.detach and self.width:
+            raise SettingError("until", self.until, "needs the command to stay; detach=true leaves")
         if self.grace < 0:
             raise SettingError("grace", self.grace, "must be 0 or more seconds")
         for stage, seconds in self.budget.items():
@@ -210,7 +223,7 @@ def read(configs: Sequence[Composed], failures: Mapping[str, str] | None = None)
     """
     for config in configs:
         for name in (*Options.__dataclass_fields__, *SHARED, "wheel", "cache", "workload"):
-            if name not in config.settings:
+            if name not in config.settings and name != "slurm":
                 raise SettingError(name, "removed", "this setting is required")
     options = _options(configs[0])
     for config in configs[1:]:
@@ -225,11 +238,12 @@ def read(configs: Sequence[Composed], failures: Mapping[str, str] | None = None)
 
 
 def _given(config: Composed) -> dict[str, Any]:
-    return {name: config.settings[name] for name in Options.__dataclass_fields__} | {"": config.choices["tracking"]}
+    given = {name: config.settings.get(name) for name in Options.__dataclass_fields__}
+    return given | {"": config.choices["tracking"]}
 
 
 def _options(config: Composed) -> Options:
-    given = {name: config.settings[name] for name in Options.__dataclass_fields__ if name != "tracking"}
+    given = {name: config.settings.get(name) for name in Options.__dataclass_fields__ if name != "tracking"}
     plain: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Options), given))
     return replace(plain, tracking={"name": config.choices["tracking"], **config.settings["tracking"]})
 
@@ -262,7 +276,7 @@ def _run(config: Composed, swept: Iterable[str], options: Options, failures: Map
         "compile": levels["compile"],
         "split": settings["split"],
         "isolation": levels["isolation"],
-        "device": _device(settings["device"], wheel),
+        "device": _device(settings["device"], wheel, options),
         "seed": settings["seed"],
         **{name: settings[name] for name in workload.sections if name in settings},
     }
@@ -270,7 +284,7 @@ def _run(config: Composed, swept: Iterable[str], options: Options, failures: Map
         raise SettingError("seed", spec["seed"], "must be a whole number from 0")
     if workload.is_trainer:
         spec = _job(spec)
-        _check_split(spec["split"], spec["device"], spec["target"]["gpus"])
+        _check_split(spec["split"], spec["device"], spec["target"]["gpus"], options)
     else:
         Split.parse(spec["split"])
         spec["args"] = workloads.arguments(settings.get("args"), workload)
@@ -350,30 +364,31 @@ def _readable(path: str) -> bool:
     return os.path.isfile(path) and os.access(path, os.R_OK)
 
 
-def _device(asked: Any, wheel: wheels.Wheel) -> str:
+def _device(asked: Any, wheel: wheels.Wheel, options: Options) -> str:
     if asked not in DEVICES:
         raise SettingError("device", asked, f"must be one of {', '.join(DEVICES)}")
     on_gpu = asked in ("cuda", "shared")
-    if on_gpu and not machine.gpus():
-        raise SettingError("device", asked, "this machine shows no NVIDIA GPU; use cpu or auto")
+    where = "this machine shows" if options.slurm is None else "Slurm's partition has"
+    if on_gpu and not options.gpus:
+        raise SettingError("device", asked, f"{where} no NVIDIA GPU; use cpu or auto")
     if on_gpu and not wheel.computes_on_gpu:
         torch = wheel.versions.get("torch", "not installed")
         raise SettingError("device", asked, f"torch here is {torch}, a build without CUDA; use cpu or auto")
     if asked == "auto":
-        return "cuda" if machine.gpus() and wheel.computes_on_gpu else "cpu"
+        return "cuda" if options.gpus and wheel.computes_on_gpu else "cpu"
     return str(asked)
 
 
-def _check_split(text: Any, device: str, target_gpus: int) -> None:
+def _check_split(text: Any, device: str, target_gpus: int, options: Options) -> None:
     split = Split.parse(text)
     workers, wanted = split.targets + split.drafters, split.targets * target_gpus + split.drafters
-    if device == "cuda" and wanted > machine.gpus():
+    if device == "cuda" and wanted > options.gpus:
+        there = "this machine shows" if options.slurm is None else "a node of Slurm's partition has"
         spread = f" (a target takes target.gpus={target_gpus})" if target_gpus > 1 else ""
         raise SettingError(
             "split",
             text,
-            f"needs {wanted} GPUs{spread} and this machine shows {machine.gpus()}; "
-            "device=shared puts several workers on one",
+            f"needs {wanted} GPUs{spread} and {there} {options.gpus}; device=shared puts several workers on one",
         )
     if device == "cpu" and workers > machine.CPU_WORKERS:
         raise SettingError("split", text, f"on CPU targets and drafters together must be at most {machine.CPU_WORKERS}")

@@ -15,7 +15,7 @@ import socket
 import statistics
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,10 +30,16 @@ from sweeper.verdict import Verdict, named
 RUN_FILE = "run.json"
 SPEC_FILE = "spec.json"
 VERDICT_FILE = "verdict.json"
+JOB_FILE = "job.json"  # of a run that a scheduler was given: which job it is; touched while the job works on it
 CACHES = "caches"
 # A run's record is written at once after its directory is made; one that has none for so long will get none.
 UNRECORDED_S = 60.0
-UNFINISHED = ("sweep.interrupted", "sweep.harness_died")
+# Ends that come from outside and say nothing of the run: it is done again by itself.
+UNFINISHED = (
+    *("sweep.interrupted", "sweep.harness_died", "scheduler.refused"),
+    *("scheduler.preempted", "scheduler.node_failed", "scheduler.cancelled"),
+)
+RESUMED = (*UNFINISHED, "scheduler.time_limit")  # after which another attempt takes over the checkpoints
 
 _NAME = re.compile(r"-([0-9a-f]{12})-r(\d+)\.a(\d+)$")
 
@@ -99,13 +105,29 @@ def claim(store: Path, run: Run) -> tuple[Path, int]:
     runs = store / "runs"
     runs.mkdir(parents=True, exist_ok=True)
     number = max((one.number for one in attempts(store, run)), default=0) + 1
+    return _next(lambda number: runs / run.slug(number), number)
+
+
+def claim_after(folder: Path) -> tuple[Path, int]:
+    """The same for the run whose attempt this is. Raises OSError."""
+    stem, _, _ = folder.name.rpartition(".a")
+    return _next(lambda number: folder.with_name(f"{stem}.a{number}"), siblings(folder)[-1].number + 1)
+
+
+def _next(named: Callable[[int], Path], number: int) -> tuple[Path, int]:
     while True:
-        folder = runs / run.slug(number)
         try:
-            folder.mkdir()
-            return folder, number
+            named(number).mkdir()
+            return named(number), number
         except FileExistsError:
             number += 1
+
+
+def siblings(folder: Path) -> list[Attempt]:
+    """All attempts of the run that this directory is an attempt of, oldest first."""
+    match = _NAME.search(folder.name)
+    found = folder.parent.glob(f"*-{match[1]}-r{match[2]}.a*") if match else [folder]
+    return sorted((attempt(one) for one in found), key=lambda one: one.number)
 
 
 def attempts(store: Path, run: Run) -> list[Attempt]:
@@ -172,33 +194,36 @@ def reconcile(store: Path) -> list[Path]:
     for folder in _folders(store):
         if (folder / VERDICT_FILE).exists() or alive(folder):
             continue
-        run = read_json(folder / RUN_FILE) or {}
-        reader = EventReader(folder / EVENTS_FILE)
-        events = list(reader.poll())
-        started = float(run.get("started") or folder.stat().st_mtime)
-        ended = float(events[-1]["t"]) if events else started
         why = "the harness died before this run had a verdict"
-        verdict = Verdict("killed", named("sweep.harness_died", why), why)
-        shutil.rmtree(folder / CACHES, ignore_errors=True)
-        write(
-            folder / VERDICT_FILE,
-            {
-                **verdict.to_dict(),
-                "figures": figures(events).to_dict(),
-                "cache": None,
-                "exit": {"code": None, "signal": None},
-                "ended_by": "harness",
-                "started": started,
-                "ended": ended,
-                "wall_s": round(ended - started, 3),
-                "child_s": None,
-                "overhead_s": None,
-                "attempt": run.get("attempt"),
-                "sweeps": [run["sweep"]] if run.get("sweep") else [],
-            },
-        )
+        close(folder, Verdict("killed", named("sweep.harness_died", why), why))
         closed.append(folder)
     return closed
+
+
+def close(folder: Path, verdict: Verdict) -> None:
+    """Give a verdict to a run that nobody is at work on any more. Raises OSError."""
+    run = read_json(folder / RUN_FILE) or {}
+    events = list(EventReader(folder / EVENTS_FILE).poll())
+    started = float(run.get("started") or folder.stat().st_mtime)
+    ended = float(events[-1]["t"]) if events else started
+    shutil.rmtree(folder / CACHES, ignore_errors=True)
+    write(
+        folder / VERDICT_FILE,
+        {
+            **verdict.to_dict(),
+            "figures": figures(events).to_dict(),
+            "cache": None,
+            "exit": {"code": None, "signal": None},
+            "ended_by": "harness",
+            "started": started,
+            "ended": ended,
+            "wall_s": round(ended - started, 3),
+            "child_s": None,
+            "overhead_s": None,
+            "attempt": run.get("attempt"),
+            "sweeps": [run["sweep"]] if run.get("sweep") else [],
+        },
+    )
 
 
 def holder(store: Path, run: Run) -> int | None:
@@ -221,6 +246,8 @@ def who_am_i() -> dict[str, Any]:
 def alive(folder: Path) -> bool:
     """Whether the harness that recorded this attempt still runs, as far as can be told from here."""
     run = read_json(folder / RUN_FILE)
+    if (folder / JOB_FILE).exists():
+        return True  # sweeper.cluster asks the scheduler
     if run is None:
         return time.time() - folder.stat().st_mtime < UNRECORDED_S
     if run.get("host") != socket.gethostname():

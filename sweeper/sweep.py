@@ -43,6 +43,10 @@ def sweep(configs: Sequence[Composed]) -> Result:
     if options.dry:
         print(describe(plan))
         return Result(OK, [[] for _ in cells])
+    if options.slurm is not None:
+        from sweeper.cluster import watch
+
+        watch.check([item.run for item in plan.waiting], options)
     prepare(options.folder)
     with Interrupts() as interrupts:
         if plan.unbuilt:
@@ -100,8 +104,19 @@ def _carry_out(plan: Plan, options: spec.Options, interrupts: Interrupts) -> tup
             sure, why = _enough(wanted, session)
             if sure:
                 break
+        if options.detach and (left := _with_slurm(wanted, session)):
+            print(
+                f"{left} of {len(wanted)} runs are with Slurm; `python -m sweeper.status {plan.id}` tells of them, "
+                "the same command picks them up"
+            )
+            return {}, True
         found = conclude(wanted, session, why)
         return found, all(one.identity in found for one in wanted)
+
+
+def _with_slurm(runs: Sequence[spec.Run], session: run.Session) -> int:
+    """How many of these runs are not over yet."""
+    return sum(not (last and last.done) for last in (newest(session.folder, one) for one in runs))
 
 
 def _enough(runs: Sequence[spec.Run], session: run.Session) -> tuple[bool, str]:
@@ -150,7 +165,11 @@ def do(item: Planned, session: run.Session, place: int) -> None:
 
 def _where(options: spec.Options) -> Callable[[Sequence[Numbered], run.Session], None]:
     """What carries out numbered runs: this machine, or Slurm."""
-    return here.carry_out
+    if options.slurm is None:
+        return here.carry_out
+    from sweeper.cluster import watch
+
+    return watch.carry_out
 
 
 def conclude(runs: Iterable[spec.Run], session: run.Session, why: str = "") -> dict[str, str]:
@@ -161,7 +180,7 @@ def conclude(runs: Iterable[spec.Run], session: run.Session, why: str = "") -> d
     from sweeper.analysis.conclude import conclude as analysed
     from sweeper.analysis.records import read
     from sweeper.analysis.sentences import sentences
-    from sweeper.report import table
+    from sweeper.report import page, table
 
     # What a repeat or a rerun left on disk is what counts, whoever made it.
     latest = [(one.identity, last) for one in runs if (last := newest(session.folder, one))]
@@ -172,12 +191,18 @@ def conclude(runs: Iterable[spec.Run], session: run.Session, why: str = "") -> d
     print(table.render(rows, shutil.get_terminal_size().columns if sys.stdout.isatty() else None))
     print(said, end="")
     folder = session.folder / "sweeps" / session.sweep
-    kept = {"table.txt": table.render(rows, 160) + "\n", "conclusion.txt": said, "conclusion.json": analysis}
+    kept = {
+        "table.txt": table.render(rows, 160) + "\n",
+        "conclusion.txt": said,
+        "conclusion.json": analysis | {"stopped": why},
+    }
     try:
         for name, content in kept.items():
             store.write(folder / name, content)
     except OSError as error:
         session.display.note(f"the table could not be kept in {folder} ({error})")
+    if session.options.report:
+        session.display.note(page.kept(folder, why))
     session.tracking.close_sweep(session.sweep)  # shows what the folder holds
     return {identity: last.verdict["verdict"] for identity, last in latest if last.verdict}
 

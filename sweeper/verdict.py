@@ -34,7 +34,7 @@ class Evidence:
 
     exit_code, signal: as the child ended, None where it did not end so. hung_stage: the stage whose budget
     without progress ran out. cache: the proof, {requested, proved, why, layers}. reason: what the harness
-    has to say, such as why a cell is skipped.
+    has to say, such as why a cell is skipped. asked: the cause of an interrupt that no person at the harness made.
     """
 
     exit_code: int | None
@@ -47,6 +47,7 @@ class Evidence:
     stacks: str
     cache: dict[str, Any] | None
     reason: str = ""
+    asked: str = ""
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ def _judge(run: Evidence) -> Verdict:
         return Verdict("skipped", None, run.reason)
     if run.ended_by == "interrupt":
         reason = f"{run.reason or 'interrupted'}{_checkpoint(run)}"
-        return Verdict("killed", named("sweep.interrupted", "interrupted"), reason)
+        return Verdict("killed", named(run.asked or "sweep.interrupted", run.reason or "interrupted"), reason)
     code, signal = _exit(run.exit_code, run.signal)
     failure = _failure(run)
     if run.ended_by == "hung":

@@ -32,7 +32,8 @@ compile.recompile_limit compile.worker_died cuda.device_assert cuda.driver_too_o
 cuda.no_kernel_image cuda.not_initialised ddp.unused_parameters env.library_mismatch env.toolchain_missing
 hardware.ecc hardware.gpu_lost host.disk_full host.file_descriptors memory.gpu_oom memory.host_oom
 memory.shm_exhausted nccl.system_error nccl.timeout numerics.mismatch numerics.nan process.hung process.segfault
-process.sigkill scheduler.preempted scheduler.time_limit tracking.store_locked tracking.unreachable
+process.sigkill scheduler.cancelled scheduler.job_lost scheduler.node_failed scheduler.preempted scheduler.refused
+scheduler.time_limit tracking.store_locked tracking.unreachable
 triton.out_of_shared_memory unknown compile.module_call_race compile.recompiled sweep.interrupted
 sweep.harness_died workload.bad_setting compile.no_end env.wheel_unavailable"""
 

@@ -1,0 +1,248 @@
+"""The command that follows jobs: it submits what is missing, shows what they report and gives a verdict to those that
+died without one. It may leave and come back at any time: all it knows stands in the store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dflash.events import EVENTS_FILE, EventReader
+from sweeper import here, run, spec, store, supervisor
+from sweeper.cluster import settings, slurm, submit
+from sweeper.cluster.job import REQUEUED, STOP_FILE, from_words, tail
+from sweeper.cluster.submit import Watched
+from sweeper.here import Numbered
+from sweeper.verdict import Verdict, named
+
+POLL_S = 1.0
+QUEUE_S = 5.0  # between two questions to Slurm
+# From a job's end, as Slurm tells it, to the belief that its records will not show up any more: shared file systems
+# keep what they saw of a directory for some seconds.
+SETTLE_S = 12.0
+SILENT_S = 300.0  # without a sign of life, where Slurm says nothing of the job
+
+
+def check(runs: Sequence[spec.Run], options: spec.Options) -> None:
+    """Raise SettingError when Slurm would refuse the jobs of these runs."""
+    submit.check([one for one in runs if not one.skip and not one.wheel.failure], settings.read(options.slurm or {}))
+
+
+def carry_out(items: Sequence[Numbered], session: run.Session) -> None:
+    """Do these runs as jobs; returns when each has a verdict, with detach=true once all are submitted."""
+    with run.held(session, "submit", lambda: "waiting for another command that submits") as mine:
+        if not mine:
+            return
+        watched = _start(items, session)
+    if session.options.detach:
+        _look(watched, session, slurm.queue())
+        return
+    _follow(watched, session)
+
+
+def under_way(folder: Path) -> bool:
+    """Whether a job is, or may be, at work on this attempt or wait for it; closes one that is known to be dead."""
+    return bool(_alive([folder], slurm.queue()))
+
+
+def close_dead(folders: Iterable[Path]) -> list[Path]:
+    """Give a verdict to those of these attempts whose job is gone; returns them."""
+    waiting = [one for one in folders if (one / store.JOB_FILE).exists() and not (one / store.VERDICT_FILE).exists()]
+    if not waiting:
+        return []
+    gone = _gone(waiting, slurm.queue())
+    if gone:
+        time.sleep(SETTLE_S)
+    return [folder for folder in gone if close(folder)]
+
+
+def close(folder: Path) -> bool:
+    """Give a verdict to an attempt whose job is gone, unless it has one by now."""
+    if (folder / store.VERDICT_FILE).exists():
+        return False
+    verdict = _verdict(folder)
+    with contextlib.suppress(OSError):  # a store that cannot be written now is closed by the next look
+        store.close(folder, verdict)
+    return True
+
+
+def _verdict(folder: Path) -> Verdict:
+    """What became of a job that left no verdict: its own log, what Slurm keeps of it, the end of the run's log."""
+    job = store.read_json(folder / store.JOB_FILE) or {}
+    name, log = str(job.get("id")), tail(str(job.get("log")))
+    ends = slurm.accounted(name) or [slurm.shown(name).get("JobState", "")]
+    end = next((one for one in reversed(ends) if one), "")
+    match = from_words("\n".join([log, f"JobState={end}" if end else ""]))
+    began = "started" in (store.read_json(folder / store.RUN_FILE) or {})
+    if (folder / STOP_FILE).exists():
+        match = "sweep.interrupted", "the command that watches asked for the end"
+    if match is None:
+        with contextlib.suppress(OSError):
+            match = from_words(supervisor.tail(folder / supervisor.LOG_FILE))
+    told = f"job {name} ended without a word of its own{f': Slurm says {end}' if end else ''}"
+    if match:
+        return Verdict("killed", named(*match), told if match[0] != "sweep.interrupted" else match[1])
+    last = next((line.strip() for line in reversed(log.splitlines()) if line.strip()), "")
+    words = "" if began else f"; it never began{f': {last[:200]}' if last else ''}"
+    return Verdict("killed", named("scheduler.job_lost", "ended without a word"), told + words)
+
+
+@dataclass
+class _Follow:
+    """A job that is being followed, and how far."""
+
+    of: Watched
+    events: EventReader
+    shown: bool = False
+    gone: float | None = None  # when it was first seen to be gone
+    over: bool = False
+
+
+def _start(items: Sequence[Numbered], session: run.Session) -> list[Watched]:
+    """Count what is done, do here what needs no job, pick up what Slurm has, submit the rest."""
+    queue = slurm.queue()
+    tried = {place: store.attempts(session.folder, item.run) for place, item in items if not item.done}
+    last = {place: several[-1] for place, several in tried.items() if several}
+    close_dead(one.folder for one in last.values())
+    watched: list[Watched] = []
+    missing: list[Numbered] = []
+    for place, item in items:
+        if item.done or item.run.skip or item.run.wheel.failure or here.answered(item, session):
+            here.do(item, session, place)
+        elif (one := last.get(place)) and (job := _job(one.folder)) and _alive([one.folder], queue):
+            watched.append(Watched(place, item, one.folder, job))
+        else:
+            missing.append((place, item))
+    if watched:
+        session.display.note(f"{len(watched)} jobs of this sweep are with Slurm already")
+    if missing and not session.interrupted():
+        done = submit.submit(missing, watched, session)
+        session.display.note(f"{len(done)} jobs submitted to Slurm")
+        watched += done
+    return watched
+
+
+def _follow(watched: Sequence[Watched], session: run.Session) -> None:
+    following = [_Follow(one, EventReader(one.folder / EVENTS_FILE)) for one in watched]
+    session.display.at_once = max(1, len(following))
+    asked, queue, told, stopped = 0.0, slurm.queue(), "", 0
+    while following:
+        if session.interrupted() > stopped:
+            stopped = session.interrupted()
+            _stop(following, ask=stopped == 1)
+            if stopped > 1:
+                time.sleep(POLL_S)
+                queue = None
+        if time.monotonic() >= asked:
+            queue = slurm.queue()
+            asked = time.monotonic() + QUEUE_S
+            if (line := _summary(following, queue)) != told:
+                told = line
+                session.display.note(line)
+        for one in following:
+            _step(one, session, queue, hurry=stopped > 1)
+        following = [one for one in following if not one.over]
+        if following:
+            time.sleep(POLL_S)
+
+
+def _look(watched: Sequence[Watched], session: run.Session, queue: dict[str, slurm.Job] | None) -> None:
+    """One look at jobs that are left to themselves."""
+    following = [_Follow(one, EventReader(one.folder / EVENTS_FILE)) for one in watched]
+    for one in following:
+        if store.attempt(one.of.folder).verdict:
+            session.tracking.finish(one.of.folder)
+    session.display.note(_summary(following, queue))
+
+
+def _step(one: _Follow, session: run.Session, queue: dict[str, slurm.Job] | None, hurry: bool) -> None:
+    """Show what a job did since the last look; see whether its run is over, or is to be made again by the same job."""
+    folder, place, label = one.of.folder, one.of.place, one.of.item.run.label
+    if not one.shown and "started" in store.attempt(folder).run:
+        one.shown = True
+        session.display.run_started(place, label, one.of.item.estimate)
+        session.tracking.start(folder)
+    for event in one.events.poll():
+        session.display.event(event, run=place)
+    if one.shown:
+        session.tracking.tick(folder)
+    attempt = store.attempt(folder)
+    if attempt.verdict:
+        newer = [each for each in store.siblings(folder) if each.number > attempt.number]
+        if not newer and attempt.cause in REQUEUED and not hurry and _alive([folder], queue):
+            return  # the job is in the queue again, and will claim the next attempt when it starts
+        session.tracking.finish(folder)
+        session.display.run_ended(label, attempt.verdict, run=place)
+        if newer:
+            one.of.folder, one.shown, one.gone = newer[0].folder, False, None
+            one.events = EventReader(one.of.folder / EVENTS_FILE)
+        else:
+            one.over = True
+    elif hurry or _gone([folder], queue):
+        one.gone = one.gone or time.monotonic()
+        if hurry or time.monotonic() - one.gone >= SETTLE_S:
+            close(folder)
+    else:
+        one.gone = None
+
+
+def _stop(following: Iterable[_Follow], ask: bool) -> None:
+    """End all jobs: the first time so that runs can save."""
+    for one in following:
+        with contextlib.suppress(OSError):
+            (one.of.folder / STOP_FILE).touch()
+    slurm.cancel([one.of.job for one in following], ask=ask)
+
+
+def _job(folder: Path) -> str:
+    return str((store.read_json(folder / store.JOB_FILE) or {}).get("id") or "")
+
+
+def _alive(folders: Sequence[Path], queue: dict[str, slurm.Job] | None) -> list[Path]:
+    """Those whose job waits or runs, or may do so."""
+    gone = set(_gone(folders, queue))
+    return [folder for folder in folders if folder not in gone]
+
+
+def _gone(folders: Sequence[Path], queue: dict[str, slurm.Job] | None) -> list[Path]:
+    """Those whose job is over, as Slurm says; where it does not answer, those that showed no sign of life for long."""
+    found = []
+    for folder in folders:
+        if queue is None:
+            gone = _silent(folder)
+        else:
+            job = queue.get(_job(folder))
+            gone = job is None or not job.live
+        if gone:
+            found.append(folder)
+    return found
+
+
+def _silent(folder: Path) -> bool:
+    """Whether a job that had begun has shown no sign of life for so long that it must be dead."""
+    if "started" not in (store.read_json(folder / store.RUN_FILE) or {}):
+        return False
+    try:
+        return time.time() - (folder / store.JOB_FILE).stat().st_mtime > SILENT_S
+    except OSError:
+        return False
+
+
+def _summary(following: Sequence[_Follow], queue: dict[str, slurm.Job] | None) -> str:
+    """How many jobs are in which state, and why some wait."""
+    if queue is None:
+        return "Slurm does not answer; going on with what the runs write"
+    states: dict[str, int] = {}
+    reasons: dict[str, Any] = {}
+    for one in following:
+        job = queue.get(one.of.job)
+        state = job.state.lower() if job else "gone"
+        states[state] = states.get(state, 0) + 1
+        if job and job.state == "PENDING":
+            reasons.setdefault(job.reason, None)
+    told = ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
+    return f"Slurm: {told or 'no jobs'}" + (f" ({', '.join(reasons)})" if reasons else "")
