@@ -26,6 +26,7 @@ CHARACTER = 6.3  # pixels that a character takes at 11 pixels, about
 WIDTH, HALF = 1110.0, 540.0  # of the page, for a chart that has it to itself, and for two beside each other
 MOST_ROWS = 25  # cells below each other where there is one list of them
 MOST_LEVELS = 40  # of a factor on an axis
+MOST_STRIPS = 16  # levels that stand beside each other, where they could be numbers on an axis
 SPARSE = 4  # slots of a grid a cell, beyond which cells are listed instead
 TRACKS = 30  # runs' cells in one figure of timelines
 POINTS = 30_000  # of all timelines together
@@ -92,12 +93,10 @@ def panels(rows: Sequence[dict[str, Any]], factors: Mapping[str, Sequence[str]])
 def _listed(rows: Sequence[dict[str, Any]], names: Sequence[str], by_speed: bool) -> list[Panel]:
     if by_speed:
         rows = sorted(rows, key=lambda row: -(row["ktok_s"] or {"median": -1})["median"])
-    named = {label({f: row["cell"][f] for f in names if f in row["cell"]}): row for row in rows}
-    if len(names) == 1:
-        named = {name.partition("=")[2]: row for name, row in named.items()}
-    lines, title = list(named), names[0] if len(names) == 1 else ""
+    named = {" ".join(str(row["cell"].get(f, NO_LEVEL)) for f in names): row for row in rows}
+    lines = list(named)
     return [
-        Panel("", "", title, [""], part, {("", name): named[name] for name in part})
+        Panel(" ".join(names), "", "", [""], part, {("", name): named[name] for name in part})
         for part in (lines[at : at + MOST_ROWS] for at in range(0, len(lines), MOST_ROWS))
     ]
 
@@ -202,7 +201,36 @@ def strips(story: Story) -> list[str]:
     measured = [run for run in story.runs if run.ktok_s is not None]
     if len(measured) < 2:
         return []
-    return [_strip(factor, levels, measured) for factor, levels in story.factors.items()]
+    charts = []
+    for factor, levels in story.factors.items():
+        if len(levels) > MOST_STRIPS and (sizes := _numbers(levels)):
+            charts.append(_cloud(factor, sizes, measured))
+        elif len(levels) <= MOST_LEVELS:
+            charts.append(_strip(factor, levels, measured))
+    return charts
+
+
+def _numbers(levels: Sequence[str]) -> dict[str, float]:
+    """The levels as numbers, if all of them are."""
+    try:
+        return {level: float(level) for level in levels}
+    except ValueError:
+        return {}
+
+
+def _cloud(factor: str, sizes: Mapping[str, float], runs: Sequence[Told]) -> str:
+    """Ktok/s over a factor of many numbers, on an axis of factors of ten where they span more than thirty."""
+    shown = [run for run in runs if run.cell.get(factor) in sizes]
+    drawn = figure(HALF, 236)
+    axes = _axes(drawn, 58, 10, HALF - 70, 190)
+    at = [sizes[run.cell[factor]] for run in shown]
+    dots: dict[str, Any] = {"s": 18, "color": THEME["accent"], "alpha": 0.6, "linewidths": 0, "clip_on": False}
+    axes.scatter(at, [run.ktok_s or 0.0 for run in shown], gid="runs", **dots)
+    if at and min(at) > 0 and max(at) > 30 * min(at):
+        axes.set_xscale("log")
+    _finish(axes, factor, "Ktok/s", False)
+    titles: dict[str, str | list[str]] = {"runs": [f"{run.label}: {run.ktok_s:.3f} Ktok/s" for run in shown]}
+    return inline(drawn, f"Ktok/s of each run over {factor}", titles)
 
 
 def _strip(factor: str, levels: Sequence[str], runs: Sequence[Told]) -> str:
@@ -219,11 +247,13 @@ def _strip(factor: str, levels: Sequence[str], runs: Sequence[Told]) -> str:
             continue
         speeds = [run.ktok_s or 0.0 for run in here]
         size = 26 if len(runs) < 200 else 12
-        spread = [at + 0.5 * ((i * 0.618034) % 1 - 0.5) for i in range(len(here))]
+        spread = [at + 0.5 * aside for aside in _spread(len(here))]
         axes.scatter(
             spread, speeds, s=size, color=THEME["accent"], alpha=0.6, linewidths=0, clip_on=False, gid=f"level{at}"
         )
         titles[f"level{at}"] = [f"{run.label}: {run.ktok_s:.3f} Ktok/s" for run in here]
+        if len(here) == 1:
+            continue
         middle = statistics.median(speeds)
         axes.hlines(middle, at - 0.34, at + 0.34, color=THEME["ink"], linewidth=2, gid=f"median{at}")
         titles[f"median{at}"] = [f"median of {factor}={level}: {middle:.3f} Ktok/s, {_runs(len(here))}"]
@@ -267,7 +297,7 @@ def first_steps(story: Story) -> str:
             titles[name] = f"{context}: {seconds}"
         for state, several in by_state.items():
             name = f"runs{number}{state}"
-            spread = [states.index(state) + 0.1 * ((i * 0.618034) % 1 - 0.5) for i in range(len(several))]
+            spread = [states.index(state) + 0.1 * aside for aside in _spread(len(several))]
             values = [run.first_step_s or 0.0 for run in several]
             axes.scatter(spread, values, s=28, color=colour, linewidths=0, alpha=0.85, gid=name)
             titles[name] = [f"{run.label}: {run.first_step_s:.1f} s, proved {run.proved}" for run in several]
@@ -296,6 +326,7 @@ def verdicts(story: Story) -> str:
     lines = [
         (factor, level, [run for run in story.runs if run.cell.get(factor) == level])
         for factor, levels in story.factors.items()
+        if len(levels) <= MOST_LEVELS
         for level in levels
     ]
     lines = [line for line in lines if line[2]]
@@ -358,41 +389,48 @@ def timelines(story: Story) -> list[str]:
 def _tracks(rows: Sequence[tuple[str, list[Told]]], all_runs: Sequence[Told], points: int) -> str:
     from matplotlib.collections import LineCollection
 
-    row, gap, above = (34.0 if len(rows) <= 12 else 26.0), 22.0, 40.0
-    left = min(270.0, max(len(name) for name, _ in rows) * CHARACTER + 10)
+    row, gap, above = (34.0 if len(rows) <= 12 else 26.0), 30.0, 40.0
+    # Levels alone, for the factors' names would be the same in each row and stand above.
+    names = [_cut(" ".join(several[0].cell.values()), 40) for _, several in rows]
+    over = _cut(" ".join(rows[0][1][0].cell), 40)
+    left = min(270.0, max(map(len, [*names, over])) * CHARACTER + 10)
     wide = (WIDTH - left - 2 * gap - 14) / 3
     drawn = figure(WIDTH, above + row * len(rows) + 36)
     on_gpu = any(run.timeline.on_gpu for run in all_runs)
     busy = "GPUs busy (share)" if on_gpu else "processors busy"
     memory = "memory of its GPUs (GB)" if on_gpu else "resident memory (GB)"
     longest = max((points[-1][0] for run in all_runs for points in _series(run) if points), default=1.0) or 1.0
+    drawn.text((left - 4) / WIDTH, 1 - 32 / (72 * drawn.get_figheight()), over, ha="right", color=THEME["muted"])
     titles: dict[str, str | list[str]] = {}
+    windows = [
+        point
+        for place, (_, several) in enumerate(rows)
+        for run in several
+        if (at := run.timeline.window) is not None
+        for point in ((at, place + 0.08), (at, place + 0.94), (math.nan, 0.0))
+    ]
     for column, head in enumerate(("queue (MiB)", memory, busy)):
         axes = _axes(drawn, left + column * (wide + gap), above, wide, row * len(rows))
         top = max((value for run in all_runs for _, value in _series(run)[column]), default=0.0)
         top = 1.0 if column == 2 and on_gpu else top or 1.0
-        lines, colours, said = [], [], []
-        marks: Points = []
-        for place, (_, several) in enumerate(rows):
-            for run in several:
-                series = _thinned(_series(run)[column], points)
-                if series:
-                    lines.append([(t, place + 0.94 - 0.84 * min(value, top) / top) for t, value in series])
-                    colours.append(THEME[run.verdict if run.verdict in THEME else "accent"])
-                    peak = max(value for _, value in _series(run)[column])
-                    said.append(f"{run.label} ({run.verdict}): {head}, at most {peak:.3g}")
-                if run.timeline.window is not None:
-                    marks += [(run.timeline.window, place + 0.08), (run.timeline.window, place + 0.94), (math.nan, 0)]
+        shown = [(place, run) for place, (_, runs) in enumerate(rows) for run in runs if _series(run)[column]]
+        lines = [
+            [(t, place + 0.94 - 0.84 * min(value, top) / top) for t, value in _thinned(_series(run)[column], points)]
+            for place, run in shown
+        ]
         axes.hlines([place + 0.94 for place in range(len(rows))], 0, longest, color=THEME["grid"], linewidth=0.7)
-        if marks:
-            axes.plot(*zip(*marks, strict=True), color=THEME["muted"], linewidth=0.8, linestyle=":")
-        name = f"column{column}"
-        axes.add_collection(LineCollection(lines, colors=colours, linewidths=1.2, clip_on=False, gid=name))
-        titles[name] = said
+        if windows:
+            axes.plot(*zip(*windows, strict=True), color=THEME["muted"], linewidth=0.8, linestyle=":")
+        colours = [THEME.get(run.verdict, THEME["accent"]) for _, run in shown]
+        axes.add_collection(LineCollection(lines, colors=colours, linewidths=1.2, clip_on=False, gid=f"column{column}"))
+        titles[f"column{column}"] = [
+            f"{run.label} ({run.verdict}): {head}, at most {max(value for _, value in _series(run)[column]):.3g}"
+            for _, run in shown
+        ]
         axes.set(xlim=(0, longest), ylim=(len(rows), 0))
-        axes.set_title(f"{head}\n0 to {top:.3g} in each row", loc="left", fontsize=10.5, color=THEME["ink"])
-        names = [_cut(cell, 40) for cell, _ in rows] if column == 0 else [""] * len(rows)
-        axes.set_yticks([place + 0.5 for place in range(len(rows))], names)
+        scale = f"0 to {top:.3g} in each row" if lines else "nothing was told"
+        axes.set_title(f"{head}\n{scale}", loc="left", fontsize=10.5)
+        axes.set_yticks([place + 0.5 for place in range(len(rows))], names if column == 0 else [""] * len(rows))
         axes.set_xlabel("seconds since the run began", labelpad=2)
         axes.tick_params(axis="y", length=0)
         axes.tick_params(axis="x", length=3, labelsize=10)
@@ -440,6 +478,13 @@ def _finish(axes: Axes, below: str, beside: str, turned: bool) -> None:
         axes.tick_params(axis="x", labelrotation=40)
         for tick in axes.get_xticklabels():
             tick.set(ha="right", rotation_mode="anchor")
+
+
+def _spread(n: int) -> list[float]:
+    """Where to put n dots beside each other, from -0.5 to 0.5: evenly, and no slope where their values have one."""
+    order = sorted(range(n), key=lambda i: (i * 0.618034) % 1)
+    place = {i: rank for rank, i in enumerate(order)}
+    return [(place[i] + 0.5) / n - 0.5 for i in range(n)]
 
 
 def _cut(text: str, longest: int) -> str:

@@ -36,7 +36,7 @@ def write(folder: Path, stopped: str = "", out: Path | None = None) -> tuple[Sto
 
 
 def kept(folder: Path, stopped: str = "") -> str:
-    """Write the files at the end of a sweep, and say where they are; a view that fails is told, for the runs are whole."""
+    """Write the files at the end of a sweep; says where they are. A view that fails is told: the runs are whole."""
     try:
         _, files = write(folder, stopped)
     except Exception as error:
