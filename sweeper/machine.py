@@ -87,3 +87,21 @@ def _listed() -> str:
             if done.returncode == 0:
                 return done.stdout
     return ""
+
+
+def oom_kills() -> int:
+    """How many processes the kernel has killed for want of memory in this process's control group (Linux)."""
+    try:
+        groups = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    except OSError:
+        return 0
+    found = 0
+    for _, controllers, path in (group for group in groups if len(group) == 3):
+        if controllers not in ("", "memory"):
+            continue
+        name = "memory.oom_control" if controllers else "memory.events"  # the first and the second version
+        for root in ("/sys/fs/cgroup/memory", "/sys/fs/cgroup", "/sys/fs/cgroup/unified"):
+            with contextlib.suppress(OSError):
+                told = re.search(r"^oom_kill (\d+)$", Path(root, path.lstrip("/"), name).read_text(), re.MULTILINE)
+                found = max(found, int(told[1]) if told else 0)
+    return found

@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 
 from dflash.events import EVENTS_FILE, STACKS_FILE, STAGES, EventReader
+from sweeper import machine
 from sweeper.progress import Printed
 from sweeper.usage import Meter
 
@@ -113,6 +114,7 @@ def supervise(
     the run lives, whatever becomes of this one. Raises OSError when the run's directory cannot be written.
     """
     outcome = Outcome(started=time.time(), ended=time.time())
+    killed_before = machine.oom_kills()
     log = run_dir / LOG_FILE
     ours, theirs = socket.socketpair()
     leash = Path(__file__).with_name("leash.py")
@@ -148,6 +150,8 @@ def supervise(
         outcome.signal = signal.SIGKILL
         outcome.reason = "the process that holds the child was killed from outside"
         outcome.ended = time.time()
+    if outcome.signal == signal.SIGKILL and (kills := machine.oom_kills() - killed_before) > 0:
+        outcome.reason = f"ended by SIGKILL: Detected {kills} oom_kill events in the control group of the run"
     watch.read()
     if printed:
         printed.close()

@@ -124,6 +124,10 @@ def main(way: str, out: str, argument: str = "") -> int:
     elif way == "oom":
         train(out, steps=2)
         raise MemoryError("cannot allocate 640000000000 bytes")
+    elif way == "greedy":
+        train(out, steps=2)
+        held = [bytearray(64 << 20) for _ in range(64)]
+        return len(held)
     elif way == "exit3":
         print("this is the last word of the job", file=sys.stderr)
         return 3
