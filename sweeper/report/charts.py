@@ -157,7 +157,7 @@ def _heat(panel: Panel, low: float, high: float, room: float) -> str:
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
     if panel.title:
-        axes.set_title(panel.title, loc="left", pad=6)
+        axes.set_title(panel.title, loc="left" if panel.x else "right", pad=6)
     return inline(drawn, f"Ktok/s of each cell {panel.title}", titles)
 
 
