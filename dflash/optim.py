@@ -56,25 +56,43 @@ class Master:
         zeros["step"] = torch.zeros((), device=self._weights.device if self._weights.is_cuda else "cpu")
         self._adamw.load_state_dict({"state": {0: zeros}, "param_groups": self._adamw.state_dict()["param_groups"]})
 
-    def gradient(self) -> Tensor:
-        """The parameters' gradients flattened in order, float32 [n], zeros where there is none; clears them."""
-        flat = torch.zeros_like(self._weights)
-        held = [(part, p) for part, p in zip(self._split(flat), self._parameters, strict=True) if p.grad is not None]
+    def gradient(self, behind: Tensor | None = None) -> Tensor:
+        """The parameters' gradients flattened in order, float32 [n], zeros where there is none; clears them.
+
+        `behind` float32 [m] follows them in the same vector, [n + m], for what is summed over drafters together.
+        """
+        tail = 0 if behind is None else len(behind)
+        flat = self._weights.new_empty(len(self._weights) + tail)
+        parts = list(zip(self._split(flat[: len(self._weights)]), self._parameters, strict=True))
+        if behind is not None:
+            flat[len(self._weights) :] = behind
+        held = [(part, p.grad) for part, p in parts if p.grad is not None]
         if held:
-            torch._foreach_copy_([part for part, _ in held], [p.grad for _, p in held])
-        for _, parameter in held:
+            torch._foreach_copy_([part for part, _ in held], [gradient for _, gradient in held])
+        for part, parameter in parts:
+            if parameter.grad is None:
+                part.zero_()
             parameter.grad = None
         return flat
 
-    def step(self, gradient: Tensor, lr: float) -> Tensor:
-        """One AdamW step with `gradient` (float32 [n], clipped in place); gives its norm before clipping, 0-d.
+    def step(self, gradient: Tensor, lr: float, over: Tensor | None = None) -> Tensor:
+        """One AdamW step with `gradient`, float32 [n], divided by `over` and clipped; gives its norm before clipping.
 
-        Nothing waits for the device: the norm stays there until the caller reads it.
+        Uses up `gradient`. `over` is 0-d, and so is the norm; nothing waits for the device, where the norm stays
+        until the caller reads it.
         """
         norm = torch.linalg.vector_norm(gradient)
-        gradient.mul_((self._clip / norm).clamp(max=1.0))
+        if over is not None:
+            norm = norm / over
+        divisor = (norm / self._clip).clamp(min=1.0)
+        if over is not None:
+            divisor = divisor * over
         (group,) = self._adamw.param_groups
         group["lr"] = lr
+        if gradient.is_cuda:
+            self._adamw.grad_scale = divisor  # what a GradScaler sets: the fused kernel divides as it reads
+        else:
+            gradient /= divisor
         self._weights.grad = gradient
         self._adamw.step()
         self._weights.grad = None

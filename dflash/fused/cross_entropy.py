@@ -15,11 +15,13 @@ _WARPS = 16
 
 
 @triton.jit
-def _kernel(logits, labels, losses, predicted, slope, width, stride, BLOCK: tl.constexpr):
+def _cross_entropy(logits, labels, losses, predicted, slope, width, stride, BLOCK: tl.constexpr):
     # One program a row and few at a time on a multiprocessor, so the second reading of a row comes from L2.
     row = tl.program_id(0)
     begin = logits + row.to(tl.int64) * stride
     at = tl.arange(0, BLOCK)
+    label = tl.load(labels + row)
+    right = tl.load(begin + label).to(tl.float32)  # before any warp can write the gradient there
     # Each lane has a running maximum, where it was, and the sum of exponentials relative to it.
     high = tl.full([BLOCK], float("-inf"), dtype=tl.float32)
     total = tl.zeros([BLOCK], dtype=tl.float32)
@@ -37,8 +39,7 @@ def _kernel(logits, labels, losses, predicted, slope, width, stride, BLOCK: tl.c
     whole = tl.sum(tl.where(high == float("-inf"), total, total * tl.exp(high - top)), 0)
     likeliest = tl.min(tl.where(high == top, where, width), 0)  # the first of equals
     norm = top + tl.log(whole)
-    label = tl.load(labels + row)
-    tl.store(losses + row, norm - tl.load(begin + label).to(tl.float32))
+    tl.store(losses + row, norm - right)
     tl.store(predicted + row, tl.minimum(likeliest, width - 1).to(tl.int64))
     out = slope + row.to(tl.int64) * width
     for start in range(0, width, BLOCK):
@@ -55,6 +56,6 @@ def cross_entropy(logits: Tensor, labels: Tensor, losses: Tensor, predicted: Ten
     """
     if len(logits):
         with launch.on(logits):
-            _kernel[(len(logits),)](
+            _cross_entropy[(len(logits),)](
                 logits, labels, losses, predicted, slope, logits.shape[1], logits.stride(0), _BLOCK, num_warps=_WARPS
             )

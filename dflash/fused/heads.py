@@ -43,7 +43,7 @@ def _tile(rows, length, all_length, offset, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _forward(
+def _turn_heads_forward(
     source, source_stride, q, k, v, q_scale, k_scale, cos, sin, rows, length, all_length, offset, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -77,7 +77,7 @@ def _forward(
 
 
 @triton.jit
-def _backward(
+def _turn_heads_backward(
     source, source_stride, d_q, d_k, d_v, q_row, q_head, q_place, k_row, k_head, k_place, v_row, v_head, v_place,
     q_scale, k_scale, cos, sin, d_source, d_scales, rows, length, all_length, offset, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
@@ -138,7 +138,7 @@ def turn_heads(
     """
     if len(source):
         with launch.on(source):
-            _forward[_grid(source)](
+            _turn_heads_forward[_grid(source)](
                 source, source.stride(0), q, k, v, *scales, turn[0], turn[1], len(source), part.length, turn.shape[2],
                 part.offset, eps, *_sizes(part),
             )  # fmt: skip
@@ -164,7 +164,7 @@ def turn_heads_backward(
     d_scales = torch.zeros(programs, 2, part.head_dim, dtype=torch.float32, device=source.device)
     if len(source):
         with launch.on(source):
-            _backward[(programs,)](
+            _turn_heads_backward[(programs,)](
                 source, source.stride(0), d_q, d_k, d_v, *d_q.stride()[:3], *d_k.stride()[:3], *d_v.stride()[:3],
                 *scales, turn[0], turn[1], d_source, d_scales, len(source), part.length, turn.shape[2], part.offset,
                 eps, *_sizes(part),

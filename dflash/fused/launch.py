@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import functools
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
 
 
-def on(x: Tensor) -> AbstractContextManager[object]:
-    """Make x's device the current one, which is where Triton starts a kernel, whatever its arguments say."""
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+# Triton compiles a kernel at its first launch, on the launching thread, and keeps it in plain dictionaries.
+_launching = threading.Lock()
+
+
+@contextmanager
+def on(x: Tensor) -> Iterator[None]:
+    """Launch on x's device, whatever the thread's current one is, one thread at a time."""
+    with _launching, torch.cuda.device(x.device) if x.is_cuda else nullcontext():
+        yield
 
 
 def programs(x: Tensor, each: int) -> int:

@@ -13,7 +13,7 @@ from dflash.fused import launch
 
 
 @triton.jit
-def _forward(x, delta, scale, total, y, rstd, width, eps, HAS_DELTA: tl.constexpr, BLOCK: tl.constexpr):
+def _add_norm_forward(x, delta, scale, total, y, rstd, width, eps, HAS_DELTA: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0)
     start = row.to(tl.int64) * width
     at = tl.arange(0, BLOCK)
@@ -31,7 +31,7 @@ def _forward(x, delta, scale, total, y, rstd, width, eps, HAS_DELTA: tl.constexp
 
 
 @triton.jit
-def _backward(
+def _add_norm_backward(
     d_y, d_total, total, rstd, scale, d_x, y, d_scale, rows, width, HAS_TOTAL: tl.constexpr, BLOCK: tl.constexpr
 ):
     program, programs = tl.program_id(0), tl.num_programs(0)
@@ -63,7 +63,7 @@ def add_norm(x: Tensor, delta: Tensor | None, scale: Tensor, eps: float) -> tupl
     block = triton.next_power_of_2(width)
     if rows:
         with launch.on(x):
-            _forward[(rows,)](
+            _add_norm_forward[(rows,)](
                 x, delta, scale, total, y, rstd, width, eps, delta is not None, block, num_warps=_warps(block)
             )
     return total, y, rstd
@@ -82,7 +82,7 @@ def add_norm_backward(
     d_scale = torch.empty(programs, width, dtype=torch.float32, device=total.device)
     block = triton.next_power_of_2(width)
     with launch.on(total):
-        _backward[(programs,)](
+        _add_norm_backward[(programs,)](
             d_y, d_total, total, rstd, scale, d_x, y, d_scale, rows, width, d_total is not None, block,
             num_warps=_warps(block),
         )  # fmt: skip

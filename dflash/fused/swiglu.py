@@ -15,7 +15,7 @@ _BLOCK = 2048
 
 
 @triton.jit
-def _forward(gate_up, out, width, BLOCK: tl.constexpr):
+def _swiglu_forward(gate_up, out, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width
@@ -25,7 +25,7 @@ def _forward(gate_up, out, width, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _backward(gate_up, d_out, d_gate_up, width, BLOCK: tl.constexpr):
+def _swiglu_backward(gate_up, d_out, d_gate_up, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width
@@ -47,7 +47,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
     out = gate_up.new_empty(rows, width)
     if rows:
         with launch.on(gate_up):
-            _forward[(rows, triton.cdiv(width, _BLOCK))](gate_up, out, width, _BLOCK)
+            _swiglu_forward[(rows, triton.cdiv(width, _BLOCK))](gate_up, out, width, _BLOCK)
     return out
 
 
@@ -57,5 +57,5 @@ def swiglu_backward(gate_up: Tensor, d_out: Tensor) -> tuple[Tensor, Tensor]:
     d_gate_up = torch.empty_like(gate_up)
     if rows:
         with launch.on(gate_up):
-            _backward[(rows, triton.cdiv(width, _BLOCK))](gate_up, d_out, d_gate_up, width, _BLOCK)
+            _swiglu_backward[(rows, triton.cdiv(width, _BLOCK))](gate_up, d_out, d_gate_up, width, _BLOCK)
     return d_gate_up, d_out

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -32,30 +32,40 @@ class ThreadAverager:
     def __init__(self, drafters: int) -> None:
         self._vectors: list[Tensor] = [torch.empty(0)] * drafters
         self._slices: list[Tensor] = [torch.empty(0)] * drafters
+        self._reached: list[Any] = [None] * drafters  # CUDA events
         self._barrier = threading.Barrier(drafters)
 
     def total(self, rank: int, vector: Tensor) -> Tensor:
-        """The sum over drafters of `vector` float32 [n], on the device it came from; raises Aborted."""
+        """The sum over drafters of `vector` float32 [n], on the device it came from; raises Aborted.
+
+        Threads wait for each other here, and devices for what the others' threads gave them to do; no thread waits
+        for a device.
+        """
         if len(self._vectors) == 1:
             return vector
         self._vectors[rank] = vector
-        self._meet(vector)
+        self._meet(rank, vector)
         own = self._vectors[0].tensor_split(len(self._vectors))[rank].to(vector.device, copy=True)
         for other in self._vectors[1:]:
             own += other.tensor_split(len(self._vectors))[rank].to(vector.device)
         self._slices[rank] = own
-        self._meet(vector)
+        self._meet(rank, vector)
         total = torch.cat([part.to(vector.device) for part in self._slices])
-        self._meet(vector)  # nobody replaces its slice while another still reads it
+        self._meet(rank, vector)  # nobody replaces its slice while another still reads it
         return total
 
-    def _meet(self, vector: Tensor) -> None:
-        if vector.is_cuda:
-            torch.cuda.synchronize(vector.device)  # a peer reads this memory on a stream of its own
+    def _meet(self, rank: int, vector: Tensor) -> None:
+        """Go on when all are here, on the devices too: a peer reads this one's memory on a stream of its own."""
+        stream = torch.cuda.current_stream(vector.device) if vector.is_cuda else None
+        if stream is not None:
+            self._reached[rank] = stream.record_event()
         try:
             self._barrier.wait()
         except threading.BrokenBarrierError:
             raise Aborted from None
+        if stream is not None:
+            for reached in self._reached:  # one that has moved on since waited for no more than it had already
+                stream.wait_event(reached)
 
     def abort(self) -> None:
         self._barrier.abort()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ from dflash.pipeline.report import Reporter
 from dflash.pipeline.step import FrozenEnds, gradient_step
 from dflash.pipeline.sums import StepSums
 from dflash.pipeline.tools import Tools
+from dflash.pipeline.transfer import Underway
 from dflash.plan import Variant
 from dflash.settings import JobSettings
 from dflash.target import Target
@@ -81,6 +83,7 @@ def run_drafter(tools: Tools, work: Work) -> tuple[str, dict[str, Any]]:
     status = "ok"
     figures: dict[str, Any] = {"steps": done}
     warm = float("inf")  # when warm-up ended
+    told: deque[_Told] = deque()  # steps whose figures are still on the device
     for step in range(done + 1, job.train.steps + 1):
         if reporter:
             reporter.step_begins(step)
@@ -89,24 +92,41 @@ def run_drafter(tools: Tools, work: Work) -> tuple[str, dict[str, Any]]:
         with strategy.quiet():
             split = len(total) - sums.length(job.drafter.block)
             gradient, summed = total[:split], total[split:]
-            gradient /= summed[sums.WEIGHT].clamp(min=torch.finfo(torch.float32).tiny)
             lr = learning_rate(step, job.train.steps, job.optim)
-            norm = master.step(gradient, lr)
-            seen = StepSums.read(summed)  # the one wait for the device in a step
-        if reporter:
-            figures |= reporter.step_ended(step, seen, norm.item(), lr)
-        if step == done + max(1, job.train.steady_after):
-            warm = time.time()
+            norm = master.step(gradient, lr, summed[sums.WEIGHT].clamp(min=torch.finfo(torch.float32).tiny))
+            told.append(_Told(step, lr, Underway(torch.cat([norm[None], summed]))))
+            del total, gradient, summed
         last = step == job.train.steps
-        stop = bool(seen.stop) and not last
         due = bool(job.train.save_every) and step % job.train.save_every == 0
+        evaluated = bool(job.eval.prompts) and (last or (bool(job.eval.every) and step % job.eval.every == 0))
+        stop = False
+        # A GPU gets its next step before the last one's figures are waited for, so it never runs dry. All drafters
+        # of a variant read as late as each other, so that they stop after the same step.
+        behind = 1 if device.type == "cuda" and not (last or due or evaluated) else 0
+        while len(told) > behind or (stop and told):
+            grad_norm, *values = told[0].figures.read()
+            seen, one = StepSums.of(values), told.popleft()
+            if reporter:
+                figures |= reporter.step_ended(one.step, seen, grad_norm, one.lr)
+            if one.step == done + max(1, job.train.steady_after):
+                warm = time.time()
+            stop |= bool(seen.stop) and not last
         saved = seat.rank == 0 and (due or (stop and job.train.save)) and _save(tools, work, step, master)
         if stop:
             status = "requeue" if saved or seat.rank else "interrupted"
             break
-        if work.evaluation and (last or (job.eval.every and step % job.eval.every == 0)):
+        if work.evaluation and evaluated:
             figures["acceptance"] = work.evaluation(tools, work.variant, drafter, step)
     return status, figures
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What is reported of a step once its figures are here: the gradient's norm, then the sums."""
+
+    step: int
+    lr: float
+    figures: Underway
 
 
 def _gradient(
@@ -134,7 +154,7 @@ def _gradient(
 
         counted = strategy.run(name, shape_class, body)
         with strategy.quiet():
-            here = torch.cat([master.gradient(), counted])
+            here = master.gradient(counted)
             total = here if total is None else total.add_(here)
     assert total is not None
     return total

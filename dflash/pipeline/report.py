@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
+from dataclasses import dataclass, field
 from math import nan
 from statistics import fmean
 
@@ -23,30 +24,31 @@ class Reporter:
     def __init__(self, tools: Tools, seat: Seat, job: JobSettings) -> None:
         self.tools, self.seat, self.job = tools, seat, job
         self.first = tools.done[seat.variant] + 1
-        self.began = time.perf_counter()
+        self.underway: deque[_Step] = deque()  # begun and not yet ended: on a GPU two at times
+        self.ended = 0.0  # when the last step did
         self.waited: dict[str, float] = {}
         self.memory_at = 0.0
         self.ends: deque[dict[str, float]] = deque(maxlen=ENDS)
-        self.batches: list[tuple[int, float]] = []  # context tokens, seconds in the target
 
     def step_begins(self, step: int) -> None:
         events, probe = self.tools.events, self.tools.probe
-        self.batches = []
         if self.seat.leads and step == self.first:
             events.emit("stage", stage="warmup")
         if self.seat.leads and step == self.first + self.job.train.steady_after:
             probe.steady = True
             events.emit("counters", at="steady", **probe.counters())
             events.emit("stage", stage="train")
-        self.began = time.perf_counter()
+        self.underway.append(_Step(time.perf_counter()))
 
     def batch_arrived(self, batch: Batch) -> None:
-        self.batches.append((batch.context_tokens, batch.seconds))
+        self.underway[-1].batches.append((batch.context_tokens, batch.seconds))
 
     def step_ended(self, step: int, sums: StepSums, grad_norm: float, lr: float) -> dict[str, float]:
         """Report a step; gives what a drafter trained so far is known by: its steps, and means over the last ones."""
         layout, events = self.tools.layout, self.tools.events
-        seconds = time.perf_counter() - self.began
+        one, now = self.underway.popleft(), time.perf_counter()
+        seconds = now - max(one.began, self.ended)
+        self.ended = now
         waiting = {pair: channel.stats() for pair, channel in self.tools.channels.items()}
         waited: dict[str, float] = defaultdict(float)
         for (t, d), channel in waiting.items():
@@ -77,7 +79,7 @@ class Reporter:
             steady=sums.fresh == layout.batches_a_step,
             queue_bytes=sum(channel.bytes for channel in waiting.values()),
             wait_s=wait_s,
-            stage_tok_s=self._stage_rates(seconds - wait_s[f"drafter{self.seat.worker}"]),
+            stage_tok_s=_stage_rates(one.batches, seconds - wait_s[f"drafter{self.seat.worker}"]),
         )
         if self.seat.leads and time.monotonic() - self.memory_at > _MEMORY_EVERY_S:
             self.memory_at = time.monotonic()
@@ -85,11 +87,20 @@ class Reporter:
         self.ends.append(figures)
         return {"steps": step, **{name: fmean(one[name] for one in self.ends) for name in figures}}
 
-    def _stage_rates(self, drafting: float) -> dict[str, float]:
-        """Context tokens a second of this rank's batches, by who had them: in the target, and in the drafter."""
-        tokens = sum(tokens for tokens, _ in self.batches)
-        spent = {"target": sum(seconds for _, seconds in self.batches), "drafter": drafting}
-        return {who: tokens / seconds for who, seconds in spent.items() if seconds > 0}
+
+@dataclass(frozen=True)
+class _Step:
+    """One that has begun: when, and context tokens and seconds in the target of each of its batches."""
+
+    began: float
+    batches: list[tuple[int, float]] = field(default_factory=list)
+
+
+def _stage_rates(batches: list[tuple[int, float]], drafting: float) -> dict[str, float]:
+    """Context tokens a second of one rank's batches, by who had them: in the target, and in the drafter."""
+    tokens = sum(tokens for tokens, _ in batches)
+    spent = {"target": sum(seconds for _, seconds in batches), "drafter": drafting}
+    return {who: tokens / seconds for who, seconds in spent.items() if seconds > 0}
 
 
 def _ratio(part: float, whole: float) -> float | None:

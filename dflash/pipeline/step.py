@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from dflash.attention import DFlashMask
 from dflash.blocks import Blocks, acceptance_lengths, coverage, gamma_for, make_blocks
@@ -14,6 +16,7 @@ from dflash.drafter import Drafter
 from dflash.loss import head_loss
 from dflash.pipeline import sums
 from dflash.pipeline.batch import Batch
+from dflash.pipeline.transfer import sent
 from dflash.settings import DISTILLING, JobSettings
 
 
@@ -58,36 +61,40 @@ def gradient_step(
     )
     features = batch.features.to(dtype)
     tapped = features[..., : drafter.geometry.num_taps * drafter.geometry.hidden]
-    x = torch.nn.functional.embedding(_to(blocks.inputs, device), ends.embedding) * ends.embedding_scale
-    mask = DFlashMask(_to(batch.document, device), _to(batch.anchors, device), block)
-    hidden = forward(tapped, _to(batch.position, device), x, _to(blocks.position, device), mask)
+    x = torch.nn.functional.embedding(sent(blocks.inputs, device), ends.embedding)
+    if ends.embedding_scale != 1.0:
+        x *= ends.embedding_scale
+    mask = DFlashMask(sent(batch.document, device), sent(batch.anchors, device), block)
+    hidden = forward(tapped, sent(batch.position, device), x, sent(blocks.position, device), mask)
 
     # Which slots carry loss is known on the CPU: no head for the others, and no wait for the device.
-    slots = _Supervised.of(blocks, block)
-    at, labels = _to(slots.at, device), _to(blocks.labels.flatten()[slots.at], device)
+    slots = _Supervised.of(blocks, block, padded_to=256 if device.type == "cuda" else 1)
+    at, labels = sent(slots.at, device), sent(blocks.labels.flatten()[slots.at], device)
+    weight = sent(blocks.weight.flatten()[slots.at], device)
     loss = head_loss(
-        hidden.flatten(0, 1)[at],
+        _Pick.apply(hidden.flatten(0, 1), at),
         ends.head,
         labels,
-        _to(blocks.weight.flatten()[slots.at], device),
+        weight,
         job.loss,
-        block=_to(slots.block, device),
+        block=sent(slots.block, device),
         teacher=_teacher(features, blocks, slots, drafter.geometry.hidden) if job.loss.kind in DISTILLING else None,
     )
     loss.total.backward()
 
-    right = (loss.predicted == labels).float()
+    # What pads the slots stands at slot 0 of the first block, whose column and place no figure reads.
+    right = ((loss.predicted == labels) & (weight > 0)).float()
     correct = torch.zeros(blocks.weight.numel(), device=device).index_copy_(0, at, right).view_as(blocks.weight)
-    full = _to(blocks.anchors >= 0, device)
+    full = sent(blocks.anchors >= 0, device)
     accept = (acceptance_lengths(correct, block) * full).sum()
     by_slot = torch.zeros(3, block, device=device)
-    by_slot.index_add_(1, _to(slots.slot, device), torch.stack([loss.losses, right, torch.ones_like(right)]))
+    by_slot.index_add_(1, sent(slots.slot, device), torch.stack([loss.losses, right, torch.ones_like(right)]))
     covered = [
         coverage(loss_mask.numpy(), document.numpy(), anchors.numpy(), block)
         for loss_mask, document, anchors in zip(batch.loss_mask, batch.document, batch.anchors, strict=True)
     ]
     counted: list[float] = [
-        len(slots.at),
+        slots.count,
         int((blocks.anchors >= 0).sum()),
         batch.context_tokens,
         sum(of for of, _ in covered),
@@ -100,16 +107,41 @@ def gradient_step(
 
 @dataclass(frozen=True)
 class _Supervised:
-    """The M slots that carry loss, in block order, on the CPU; int64 [M] each."""
+    """The slots that carry loss, in block order, on the CPU; int64 [M] each. Any padding comes last."""
 
     at: Tensor  # index among the R * Q slots
     block: Tensor  # number of its block among the R * N blocks
-    slot: Tensor  # k, from 1
+    slot: Tensor  # k, from 1; 0 of padding
+    count: int  # without padding
 
     @classmethod
-    def of(cls, blocks: Blocks, block: int) -> _Supervised:
-        at = blocks.weight.flatten().nonzero().squeeze(-1)
-        return cls(at, at // block, at % block)
+    def of(cls, blocks: Blocks, block: int, padded_to: int) -> _Supervised:
+        """Padded to a multiple, so that a step's tensors come in few sizes and the device's allocator reuses them.
+
+        Padding is the first slot of all, an anchor's, which never carries loss: its weight and label are 0.
+        """
+        found = blocks.weight.flatten().nonzero().squeeze(-1)
+        at = torch.nn.functional.pad(found, (0, -len(found) % padded_to))
+        return cls(at, at // block, at % block, len(found))
+
+
+class _Pick(torch.autograd.Function):
+    """Rows [M, H] of x [Q, H]. Indexing's own backward sorts the indices, in case one comes twice.
+
+    Here only the first row does, as padding, and what flows back to it is zero.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, at: Tensor) -> Tensor:
+        ctx.save_for_backward(at)
+        ctx.rows = len(x)
+        return x[at]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
+        (at,) = ctx.saved_tensors
+        return upstream.new_zeros(ctx.rows, upstream.shape[1]).index_copy_(0, at, upstream), None
 
 
 def _teacher(features: Tensor, blocks: Blocks, slots: _Supervised, hidden: int) -> Tensor:
@@ -118,9 +150,4 @@ def _teacher(features: Tensor, blocks: Blocks, slots: _Supervised, hidden: int) 
     anchor = blocks.anchors.flatten()[slots.block]
     row = slots.block // blocks.anchors.shape[1]
     before = row * context + anchor + slots.slot - 1
-    return features[..., -hidden:].flatten(0, 1)[_to(before, features.device)]
-
-
-def _to(tensor: Tensor, device: torch.device) -> Tensor:
-    """A CPU tensor on the device, without waiting for what the device is at."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    return features[..., -hidden:].flatten(0, 1)[sent(before, features.device)]

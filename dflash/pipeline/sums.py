@@ -6,9 +6,12 @@ Sums and not means, so that adding over batches and drafters and dividing once g
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from dflash.pipeline.transfer import sent
 
 
 @dataclass
@@ -34,15 +37,16 @@ class StepSums:
     labelled_at: list[float]
 
     @classmethod
-    def read(cls, vector: Tensor) -> StepSums:
-        """From a vector made by `vector`; waits for its device."""
-        values = vector.tolist()
+    def of(cls, values: list[float]) -> StepSums:
+        """From the numbers of a vector made by `vector`."""
         slots = (len(values) - len(SCALARS)) // 3
         lists = [values[at : at + slots] for at in range(len(SCALARS), len(values), slots)]
-        return cls(*values[: len(SCALARS)], *lists)
+        named: dict[str, Any] = dict(zip(NAMES, [*values[: len(SCALARS)], *lists], strict=True))
+        return cls(**named)
 
 
-SCALARS = tuple(f.name for f in fields(StepSums))[:-3]
+NAMES = tuple(f.name for f in fields(StepSums))
+SCALARS = NAMES[:-3]
 WEIGHT = SCALARS.index("weight")
 
 
@@ -55,4 +59,4 @@ def vector(computed: list[Tensor], counted: list[float], by_slot: Tensor) -> Ten
     """float32 [length(B)] from the values of StepSums in order: 0-d tensors, numbers, and [3, B - 1]."""
     assert len(computed) + len(counted) == len(SCALARS)
     head = torch.stack([value.detach().float() for value in computed])
-    return torch.cat([head, torch.tensor(counted, dtype=torch.float32).to(head.device), by_slot.float().flatten()])
+    return torch.cat([head, sent(torch.tensor(counted, dtype=torch.float32), head.device), by_slot.float().flatten()])
