@@ -1,15 +1,14 @@
-"""Whole jobs, as a harness starts them: `python -m dflash train` on a tiny random target."""
+"""Whole jobs, as a harness starts them: `python -m dflash train` on a tiny random target, forked (tests/forked.py)."""
 
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from forked import Forked
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -92,18 +91,8 @@ class Job:
         out.mkdir(parents=True, exist_ok=True)
         (out / "spec.json").write_text(json.dumps(self.spec))
 
-    def start(self) -> subprocess.Popen[str]:
-        command = [
-            sys.executable,
-            "-m",
-            "dflash",
-            "train",
-            "--spec",
-            str(self.out / "spec.json"),
-            "--out",
-            str(self.out),
-        ]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    def start(self) -> Forked:
+        return Forked("dflash", "train", "--spec", str(self.out / "spec.json"), "--out", str(self.out))
 
     def run(self) -> tuple[int, str]:
         process = self.start()
@@ -111,13 +100,14 @@ class Job:
             _, errors = process.communicate(timeout=180)
         finally:
             process.kill()
-        return process.returncode, errors
+        return process.wait(), errors
 
     def events(self, kind: str) -> list[dict]:
         return [e for e in EventReader(self.out / "events.jsonl").poll() if e["event"] == kind]
 
-    def losses(self) -> list[float]:
-        return [e["loss"] for e in self.events("step")]
+    def losses(self, variant: str | None = None) -> dict[int, float]:
+        """By step; of a fanout, one variant's."""
+        return {e["step"]: e["loss"] for e in self.events("step") if variant is None or e["variant"] == variant}
 
     def wait_for(self, kind: str, count: int) -> None:
         until = time.monotonic() + 120
@@ -172,19 +162,6 @@ def test_drafters_that_average_equal_one_drafter_on_the_joint_batch(job):
     assert [e["tokens"] for e in apart.events("step")] == [e["tokens"] for e in joint.events("step")]
 
 
-@pytest.mark.slow
-def test_processes_train_as_threads_do(job):
-    threads = job("threads", split="1t2d")
-    processes = job("processes", split="1t2d", isolation="processes")
-    for one in (threads, processes):
-        code, errors = one.run()
-        assert code == 0, errors
-    assert processes.losses() == threads.losses()
-    names = {e["name"] for e in processes.events("thread")}
-    assert names == {"target0", "drafter0", "drafter1"}
-    assert len({e["pid"] for e in processes.events("thread")}) == 3
-
-
 def stopped(one: Job, number: signal.Signals, steps: int) -> int:
     """Send a running job a signal after some steps; gives its exit status."""
     process = one.start()
@@ -197,25 +174,35 @@ def stopped(one: Job, number: signal.Signals, steps: int) -> int:
     return process.returncode
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path, chats: Path) -> Job:
+    """What those that are asked to end must equal: 60 steps of two drafters, as threads."""
+    one = Job(tmp_path_factory.mktemp("undisturbed"), tiny_target, chats, train__steps=60, split="1t2d")
+    code, errors = one.run()
+    assert code == 0, errors
+    return one
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("isolation", "number"), [("threads", signal.SIGINT), ("threads", signal.SIGUSR2), ("processes", signal.SIGTERM)]
 )
-def test_a_job_that_is_asked_to_end_saves_and_goes_on_bit_for_bit(job, isolation, number):
-    whole = job("whole", train__steps=60, split="1t2d", isolation=isolation)
-    code, errors = whole.run()
-    assert code == 0, errors
+def test_a_job_that_is_asked_to_end_saves_and_goes_on_bit_for_bit(job, undisturbed, isolation, number):
+    """And processes train as threads do, to the last bit."""
     one = job("one", train__steps=60, split="1t2d", isolation=isolation)
     assert stopped(one, number, steps=3) == 75
     assert one.events("end")[-1]["status"] == "requeue"
     (saved,) = one.events("checkpoint")
     assert saved["step"] == one.events("step")[-1]["step"] < 60
+    workers = {e["name"]: e["pid"] for e in one.events("thread")}
+    assert set(workers) == {"target0", "drafter0", "drafter1"}
+    assert len(set(workers.values())) == (3 if isolation == "processes" else 1)
     code, errors = one.run()
     assert code == 0, errors
     assert one.events("resume")[0]["step"] == saved["step"]
     assert [e["step"] for e in one.events("step")] == list(range(1, 61))
-    assert one.losses() == whole.losses()
-    trained = [load_file(each.out / "drafter" / "model.safetensors") for each in (whole, one)]
+    assert one.losses() == undisturbed.losses()
+    trained = [load_file(each.out / "drafter" / "model.safetensors") for each in (undisturbed, one)]
     assert all(torch.equal(trained[0][name], trained[1][name]) for name in trained[0])
 
 
@@ -235,7 +222,7 @@ def test_a_killed_job_goes_on_from_its_last_whole_checkpoint(job):
     (warning,) = [w for w in one.events("warning") if w["code"] == "checkpoint.damaged"]
     assert newest.name in warning["message"]
     assert one.events("resume")[0]["step"] == int(newest.name[5:]) - 4
-    assert {e["step"]: e["loss"] for e in one.events("step")} == dict(enumerate(whole.losses(), 1))
+    assert one.losses() == whole.losses()
     assert len(list((one.out / "checkpoints").glob("step-*"))) == 2
 
 
@@ -271,8 +258,7 @@ def test_variants_of_a_fanout_train_as_they_would_alone(job):
         alone = job(name, **{f"{s}__{k}": v for s, settings in changes.items() for k, v in settings.items()})
         code, errors = alone.run()
         assert code == 0, errors
-        mine = [e["loss"] for e in together.events("step") if e["variant"] == name]
-        assert mine == pytest.approx(alone.losses(), rel=1e-6)
+        assert together.losses(name) == pytest.approx(alone.losses(), rel=1e-6)
         assert (together.out / "drafter" / name / "model.safetensors").exists()
     made = {e["step"]: e["tokens"] for e in together.events("step")}
     assert made == {e["step"]: e["tokens"] for e in alone.events("step")}
@@ -280,17 +266,16 @@ def test_variants_of_a_fanout_train_as_they_would_alone(job):
 
 @pytest.mark.slow
 def test_a_fanout_of_processes_that_was_stopped_goes_on(job):
-    settings = {"split": "1t2d", "isolation": "processes", "fanout": {"a": {}, "b": {"loss": {"kind": "dpace"}}}}
-    whole, one = job("whole", train__steps=40, **settings), job("one", train__steps=40, **settings)
+    settings = {"split": "1t2d", "train__steps": 40, "fanout": {"a": {}, "b": {"loss": {"kind": "dpace"}}}}
+    whole, one = job("whole", **settings), job("one", isolation="processes", **settings)
     code, errors = whole.run()
     assert code == 0, errors
     assert stopped(one, signal.SIGTERM, steps=6) == 75
     code, errors = one.run()
     assert code == 0, errors
     for name in ("a", "b"):
-        losses = [{e["step"]: e["loss"] for e in each.events("step") if e["variant"] == name} for each in (one, whole)]
-        assert losses[0] == losses[1]
-        assert len(losses[0]) == 40
+        assert one.losses(name) == whole.losses(name)
+        assert len(one.losses(name)) == 40
 
 
 def test_acceptance_is_measured_on_the_way_and_at_the_end(job, tmp_path):
