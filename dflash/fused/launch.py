@@ -10,7 +10,6 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor
 
-
 # Triton compiles a kernel at its first launch, on the launching thread, and keeps it in plain dictionaries.
 _launching = threading.Lock()
 
