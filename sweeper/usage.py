@@ -71,17 +71,20 @@ class Meter:
             return
         self._next = time.monotonic() + EVERY_S
         with contextlib.suppress(OSError, psutil.Error):
-            line = json.dumps(self._use()) + "\n"
-            with open(self._file, "a", encoding="utf-8") as file:
-                file.write(line)
+            if (told := self._use()) is not None:
+                with open(self._file, "a", encoding="utf-8") as file:
+                    file.write(json.dumps(told) + "\n")
 
-    def _use(self) -> dict[str, Any]:
+    def _use(self) -> dict[str, Any] | None:
+        """What there is to tell; nothing before the first process and after the last."""
         now, resident, seconds = time.monotonic(), 0, {}
         for process in psutil.Process(self._pid).children(recursive=True):
             with contextlib.suppress(psutil.Error), process.oneshot():
                 spent = process.cpu_times()
                 seconds[process.pid] = spent.user + spent.system
                 resident += process.memory_info().rss
+        if not resident:
+            return None
         told: dict[str, Any] = {"t": round(time.time(), 3), "rss_bytes": resident}
         if self._before:
             at, earlier = self._before

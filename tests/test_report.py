@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import random
 from pathlib import Path
@@ -68,6 +69,14 @@ def test_a_directory_without_verdict_is_told_not_dropped(tmp_path: Path) -> None
     open_ = write_run(tmp_path, UNLOCKED, finished=False)
     assert "1 run directories have no readable" in render(rows([good, open_]))
     assert render(rows([])) == "no runs\n"
+
+
+def test_runs_that_shared_their_machine_are_told(tmp_path: Path) -> None:
+    folders = [write_run(tmp_path, LOCKED, repeat=repeat) for repeat in (1, 2)]
+    run = json.loads((folders[1] / "run.json").read_text())
+    (folders[1] / "run.json").write_text(json.dumps(run | {"beside": 3}))
+    assert "1 of 2 runs ran beside others on their machine" in render(rows(folders))
+    assert "beside" not in render(rows(folders[:1]))
 
 
 def test_mixed_cache_states_show(tmp_path: Path) -> None:

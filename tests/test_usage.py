@@ -55,7 +55,7 @@ def test_the_gpus_that_a_run_may_use_are_looked_at(
     }
     for name, function in fake.items():
         monkeypatch.setattr(pynvml, name, function)
-    usage.Meter(tmp_path, os.getpid(), {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}).look()
+    usage.Meter(tmp_path, os.getppid(), {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}).look()
     (seen,) = usage.read(tmp_path)
     assert seen.gpu_busy == dict.fromkeys(names, 0.7)
     assert seen.gpu_bytes == dict.fromkeys(names, 5 << 30)

@@ -275,38 +275,43 @@ def first_steps(story: Story) -> str:
     states = [state for state in STATES if any(run.proved == state for run in shown)]
     if len(states) < 2:
         return ""
+    from matplotlib.collections import LineCollection
+
     drawn = figure(150 + 150 * len(states), 290)
     axes = _axes(drawn, 58, 10, 120 * len(states), 240)
-    colours = _by_strategy(shown)
-    contexts: dict[str, dict[str, list[Told]]] = {}
-    for run in shown:
-        context = label({f: level for f, level in run.cell.items() if f not in ("cache", "cache_from")})
-        contexts.setdefault(context, {}).setdefault(run.proved, []).append(run)
     titles: dict[str, str | list[str]] = {}
-    for number, (context, by_state) in enumerate(contexts.items()):
-        points = [
-            (states.index(state), statistics.median(run.first_step_s or 0.0 for run in by_state[state]))
-            for state in states
-            if state in by_state
-        ]
-        colour = colours[next(iter(by_state.values()))[0].cell.get("compile", "")]
-        if len(points) > 1:
-            name = f"join{number}"
-            axes.plot(*zip(*points, strict=True), color=colour, linewidth=1.4, alpha=0.7, gid=name)
-            seconds = ", ".join(f"{states[at]} {value:.1f} s" for at, value in points)
-            titles[name] = f"{context}: {seconds}"
-        for state, several in by_state.items():
-            name = f"runs{number}{state}"
-            spread = [states.index(state) + 0.1 * aside for aside in _spread(len(several))]
-            values = [run.first_step_s or 0.0 for run in several]
-            axes.scatter(spread, values, s=28, color=colour, linewidths=0, alpha=0.85, gid=name)
-            titles[name] = [f"{run.label}: {run.first_step_s:.1f} s, proved {run.proved}" for run in several]
+    for number, (strategy, colour) in enumerate(_by_strategy(shown).items()):
+        here = [run for run in shown if run.cell.get("compile", "") == strategy]
+        contexts: dict[str, dict[str, list[Told]]] = {}
+        for run in here:
+            context = label({f: level for f, level in run.cell.items() if f not in ("cache", "cache_from")})
+            contexts.setdefault(context, {}).setdefault(run.proved, []).append(run)
+        joins, said = [], []
+        dots: list[tuple[float, Told]] = []
+        for context, by_state in contexts.items():
+            middle = {
+                state: statistics.median(run.first_step_s or 0.0 for run in by_state[state])
+                for state in states
+                if state in by_state
+            }
+            joins.append([(states.index(state), seconds) for state, seconds in middle.items()])
+            said.append(f"{context}: " + ", ".join(f"{state} {seconds:.1f} s" for state, seconds in middle.items()))
+            for state, several in by_state.items():
+                places = (states.index(state) + 0.1 * aside for aside in _spread(len(several)))
+                dots += zip(places, several, strict=True)
+        look: dict[str, Any] = {"colors": colour, "linewidths": 1.4, "alpha": 0.7, "clip_on": False}
+        axes.add_collection(LineCollection(joins, gid=f"joins{number}", **look))
+        titles[f"joins{number}"] = said
+        seconds = [run.first_step_s or 0.0 for _, run in dots]
+        look = {"s": 28, "color": colour, "linewidths": 0, "alpha": 0.85, "clip_on": False, "gid": f"dots{number}"}
+        axes.scatter([at for at, _ in dots], seconds, **look)
+        titles[f"dots{number}"] = [f"{run.label}: {run.first_step_s:.1f} s, proved {run.proved}" for _, run in dots]
+        if colour != THEME["accent"]:
+            text = f"● {_cut(strategy, 18)}"
+            axes.text(1.02, 0.96 - 0.075 * number, text, color=colour, transform=axes.transAxes)
     axes.set_xticks(range(len(states)), states)
     axes.set_xlim(-0.4, len(states) - 0.6)
     _finish(axes, "caches as proved", "seconds to the first step", False)
-    if len(colours) > 1:
-        for place, (name, colour) in enumerate(colours.items()):
-            axes.text(1.02, 0.96 - 0.075 * place, f"● {_cut(name, 18)}", color=colour, transform=axes.transAxes)
     return inline(drawn, "seconds to the first step, by proved cache state", titles)
 
 
@@ -430,9 +435,10 @@ def _tracks(rows: Sequence[tuple[str, list[Told]]], all_runs: Sequence[Told], po
         axes.set(xlim=(0, longest), ylim=(len(rows), 0))
         scale = f"0 to {top:.3g} in each row" if lines else "nothing was told"
         axes.set_title(f"{head}\n{scale}", loc="left", fontsize=10.5)
-        axes.set_yticks([place + 0.5 for place in range(len(rows))], names if column == 0 else [""] * len(rows))
+        axes.set_yticks([])
+        for place, name in enumerate(names if column == 0 else []):
+            axes.text(-6 * longest / wide, place + 0.5, name, ha="right", va="center")
         axes.set_xlabel("seconds since the run began", labelpad=2)
-        axes.tick_params(axis="y", length=0)
         axes.tick_params(axis="x", length=3, labelsize=10)
         axes.spines["left"].set_visible(False)
     return inline(drawn, "queue, memory and use of devices of each run over its time", titles)

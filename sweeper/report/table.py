@@ -52,7 +52,7 @@ def rows(run_dirs: Iterable[Path]) -> list[dict[str, Any]]:
     attempts of one run only the last counts. A directory without a readable run.json or verdict.json is
     counted in the field `unreadable` of the first row.
 
-    A row: cell {factor: level}, label, n, runs [directory], verdicts {verdict: count}, ktok_s,
+    A row: cell {factor: level}, label, n, runs [directory], beside (how many of them ran beside others), verdicts {verdict: count}, ktok_s,
     time_to_first_step_s, compile_s, peak_bytes, tau, targets_waited, drafters_waited (each {median, low, high,
     coverage, n}, or None), cache {proved state: count}, mixed {why, of the runs that are ok: count}, signatures
     {cause: count}, learnt {variant, "" without fanout: {loss, accept, tau {set: ...}}}, conditions {set: {condition:
@@ -200,6 +200,7 @@ def _row(runs: list[tuple[Path, dict[str, Any], dict[str, Any]]]) -> dict[str, A
         "label": label(cell),
         "n": len(runs),
         "runs": [folder.name for folder, _, _ in runs],
+        "beside": sum(bool(run.get("beside")) for _, run, _ in runs),
         "verdicts": dict(Counter(str(v.get("verdict")) for _, _, v in runs)),
         "ktok_s": median_interval(_column(ended, "ktok_s")),
         "time_to_first_step_s": median_interval(_column(ended, "time_to_first_step_s")),
@@ -349,6 +350,9 @@ def remarks(table: list[dict[str, Any]]) -> list[str]:
     if mixed := sum(row["cache"].get("mixed", 0) for row in table):
         words = "neither proved cold nor proved warm: left out of comparisons of cold and warm"
         notes.append(f"Mixed are {mixed} of {sum(row['n'] for row in table)} runs, {words}.")
+    if beside := sum(row["beside"] for row in table):
+        words = "ran beside others on their machine: their speed is not that of a machine to themselves"
+        notes.append(f"{beside} of {sum(row['n'] for row in table)} runs {words}.")
     lost = sum(row.get("unreadable", 0) for row in table)
     if lost:
         notes.append(f"{lost} run directories have no readable run.json or verdict.json and are not counted.")
