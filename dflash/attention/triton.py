@@ -4,8 +4,7 @@ Needs the package triton and CUDA (or Triton's interpreter). Dynamo has no part 
 reach it; inside a compiled forward both halves are opaque operators (torch.library), dflash::ranges and
 dflash::attention. What a program computes is in dflash.attention.triton_kernels.
 
-The gradient of q is summed by atomic adds, whose order changes from run to run, unless
-torch.use_deterministic_algorithms(True) is set: then a second pass over the keys makes it, in a fixed order.
+Every sum has one order: the same inputs give the same bits, forward and backward.
 """
 
 from __future__ import annotations
@@ -53,19 +52,26 @@ class Tiles:
     stages: int
 
 
-BACKWARD_QUERIES, BACKWARD_KEYS = 64, 128
+# Of context_backward; also what Ranges.tiles counts in.
+BACKWARD_QUERIES, BACKWARD_KEYS = 64, 64
+
+OWN_ROWS, OWN_WARPS = 32, 4
+
+# Below this no exp2 of a score overflows, nor does a sum of a million, and its inverse is far from float32's smallest.
+LARGEST_EXPONENT = {torch.float16: 8.0}
+LARGEST_EXPONENT_ELSE = 60.0
 
 
 def _forward_tiles(width: int, item: int) -> Tiles:
-    return Tiles(128, 128, 8, 2) if item == 2 else Tiles(64, 32, 4, 2)
+    return Tiles(128, 64, 4, 2) if item == 2 else Tiles(64, 32, 4, 2)
 
 
 def _context_tiles(width: int, item: int) -> Tiles:
-    return Tiles(BACKWARD_QUERIES, BACKWARD_KEYS, 8, 2 if item == 2 else 1)
+    return Tiles(BACKWARD_QUERIES, BACKWARD_KEYS, 4, 2 if item == 2 else 1)
 
 
 def _query_tiles(width: int, item: int) -> Tiles:
-    return Tiles(128, 64, 8, 2) if item == 2 else Tiles(64, 32, 4, 1)
+    return Tiles(64, 64, 4, 2) if item == 2 else Tiles(64, 32, 4, 1)
 
 
 def prepare_ranges(mask: DFlashMask) -> Ranges:
@@ -116,18 +122,19 @@ def _attention(
 ) -> tuple[Tensor, Tensor]:
     q, k, v = _aligned(q), _aligned(k), _aligned(v)
     (rows, heads, slots, width), key_heads = q.shape, k.shape[1]
-    out, lse = _new_out(q), q.new_empty(rows, heads, slots, dtype=torch.float32)
+    out, lse = _new_out(q), _new_lse(q)
     sizes = _forward_tiles(width, q.itemsize)
     pack = _pack(heads // key_heads, sizes.queries)
     if slots:
+        longest_key = torch.linalg.vector_norm(k, dim=-1, dtype=torch.float32).amax(-1)
         grid = (triton.cdiv(slots, sizes.queries // pack), heads // pack, rows)
         with _launch(q):
             kernels.forward[grid](
-                q, _tiled(k, sizes.keys), _tiled(v, sizes.keys), out, lse, anchor, first,
+                q, _tiled(k, sizes.keys), _tiled(v, sizes.keys), out, lse, anchor, first, longest_key,
                 *q.stride()[:3], *out.stride()[:3],
-                heads // key_heads, k.shape[2] - slots, slots, slots // block, window, _log2_scale(width),
-                M=sizes.queries, KEYS=sizes.keys, D=width, B=block, PACK=pack,
-                PRECISION=_precision(q), SPECIALIZE=False,
+                heads // key_heads, k.shape[2] - slots, slots, lse.shape[2], slots // block, window,
+                _log2_scale(width), LARGEST_EXPONENT.get(q.dtype, LARGEST_EXPONENT_ELSE),
+                M=sizes.queries, KEYS=sizes.keys, D=width, B=block, PACK=pack, PRECISION=_precision(q),
                 num_warps=sizes.warps, num_stages=sizes.stages,
             )  # fmt: skip
     return out, lse
@@ -137,7 +144,7 @@ def _attention(
 def _(
     q: Tensor, k: Tensor, v: Tensor, anchor: Tensor, first: Tensor, tiles: Tensor, block: int, window: int
 ) -> tuple[Tensor, Tensor]:
-    return _new_out(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    return _new_out(q), _new_lse(q)
 
 
 @torch.library.custom_op("dflash::attention_backward", mutates_args=())
@@ -151,40 +158,35 @@ def _attention_backward(
     dq, dk, dv = _new_out(q), _new_out(k), _new_out(v)
     if not slots:
         return dq, dk.zero_(), dv.zero_()
-    sums, delta = q.new_empty(q.shape, dtype=torch.float32), torch.empty_like(lse)
+    delta = torch.empty_like(lse)
     scale, softmax_scale, precision = _log2_scale(width), width**-0.5, _precision(q)
-    deterministic = torch.are_deterministic_algorithms_enabled()
     with _launch(q):
-        per = max(1, 64 // block)
+        per = max(1, OWN_ROWS // block)
         kernels.own_backward[(triton.cdiv(blocks, per), key_heads, rows)](
-            q, k, v, out, grad, lse, anchor, delta, sums, dk, dv,
+            q, k, v, out, grad, lse, anchor, delta, dk, dv,
             *(stride for x in (q, k, v, out, grad, dk, dv) for stride in x.stride()[:3]),
-            group, context, slots, blocks, scale, softmax_scale,
+            group, context, slots, lse.shape[2], blocks, scale, softmax_scale,
             P=max(16, triton.next_power_of_2(per * block)), PER=per, D=width, B=block, PRECISION=precision,
-            num_warps=4, num_stages=1,
+            num_warps=OWN_WARPS, num_stages=1,
         )  # fmt: skip
         sizes = _context_tiles(width, q.itemsize)
-        add = 0 if deterministic else 1 if _reduces(q) else 2
         kernels.context_backward[(tiles.shape[1], key_heads, rows)](
             _tiled(q, sizes.queries), _tiled(k, sizes.keys), _tiled(v, sizes.keys), _tiled(grad, sizes.queries),
-            lse, delta, anchor, first, tiles, _tiled(sums, sizes.queries) if add == 1 else sums, dk, dv,
+            _lines(lse, sizes.queries), _lines(delta, sizes.queries), anchor, first, tiles, dk, dv,
             *dk.stride()[:3], *dv.stride()[:3],
-            group, context, slots, blocks, window, scale, softmax_scale,
-            M=sizes.queries, KEYS=sizes.keys, D=width, B=block, ADD=add, PRECISION=precision,
+            group, context, blocks, window, scale, softmax_scale,
+            M=sizes.queries, KEYS=sizes.keys, D=width, B=block, PRECISION=precision,
             num_warps=sizes.warps, num_stages=sizes.stages,
         )  # fmt: skip
-        if deterministic:
-            sizes = _query_tiles(width, q.itemsize)
-            pack = _pack(group, sizes.queries)
-            kernels.query_backward[(triton.cdiv(slots, sizes.queries // pack), heads // pack, rows)](
-                q, _tiled(k, sizes.keys), _tiled(v, sizes.keys), grad, lse, delta, anchor, first, sums, dq,
-                *(stride for x in (q, grad, dq) for stride in x.stride()[:3]),
-                group, context, slots, blocks, window, scale, softmax_scale,
-                M=sizes.queries, KEYS=sizes.keys, D=width, B=block, PACK=pack, PRECISION=precision,
-                num_warps=sizes.warps, num_stages=sizes.stages,
-            )  # fmt: skip
-        else:
-            torch.mul(sums, softmax_scale, out=dq)
+        sizes = _query_tiles(width, q.itemsize)
+        pack = _pack(group, sizes.queries)
+        kernels.query_backward[(triton.cdiv(slots, sizes.queries // pack), heads // pack, rows)](
+            q, _tiled(k, sizes.keys), _tiled(v, sizes.keys), grad, lse, delta, anchor, first, dq,
+            *(stride for x in (q, grad, dq) for stride in x.stride()[:3]),
+            group, context, slots, lse.shape[2], blocks, window, scale, softmax_scale,
+            M=sizes.queries, KEYS=sizes.keys, D=width, B=block, PACK=pack, PRECISION=precision,
+            num_warps=sizes.warps, num_stages=sizes.stages,
+        )  # fmt: skip
     return dq, dk, dv
 
 
@@ -224,6 +226,12 @@ def _new_out(like: Tensor) -> Tensor:
     return like.new_empty(rows, length, heads, width).transpose(1, 2)
 
 
+def _new_lse(q: Tensor) -> Tensor:
+    """Float32 [R, H, L or a little more]: descriptors want a multiple of four."""
+    rows, heads, length, _ = q.shape
+    return q.new_empty(rows, heads, -(-length // 16) * 16, dtype=torch.float32)
+
+
 def _aligned(x: Tensor) -> Tensor:
     """As descriptors want it: rows of d next to each other, everything else at multiples of 16 bytes."""
     good = x.stride(3) == 1 and x.data_ptr() % 16 == 0 and all(s * x.itemsize % 16 == 0 for s in x.stride()[:3])
@@ -232,6 +240,10 @@ def _aligned(x: Tensor) -> Tensor:
 
 def _tiled(x: Tensor, length: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(x, [1, 1, length, x.shape[3]])
+
+
+def _lines(x: Tensor, length: int) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(x, [1, 1, length])
 
 
 def _pack(group: int, queries: int) -> int:
@@ -245,8 +257,3 @@ def _log2_scale(width: int) -> float:
 
 def _precision(x: Tensor) -> str:
     return "ieee" if x.dtype == torch.float32 else "tf32"  # says something of float32 alone
-
-
-def _reduces(x: Tensor) -> bool:
-    """Whether descriptors can add: in hardware from compute capability 9 on; Triton's interpreter cannot."""
-    return x.is_cuda and torch.cuda.get_device_capability(x.device)[0] >= 9

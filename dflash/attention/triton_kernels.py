@@ -81,9 +81,14 @@ def _context_tiles(low, high, KEYS: tl.constexpr):
 
 
 @triton.jit
-def _masked_tile(
-    i, start, count, a, b, own_start, own_count, context, low, high, block, KEYS: tl.constexpr, B: tl.constexpr
-):
+def _own_tiles(slot, SLOTS: tl.constexpr, context, slots, KEYS: tl.constexpr, B: tl.constexpr):
+    """The key tiles with the blocks of SLOTS slots from `slot` on: the first key and how many tiles."""
+    first, last = slot // B, (tl.minimum(slot + SLOTS, slots) - 1) // B
+    return context + first * B, tl.cdiv((last + 1 - first) * B, KEYS)
+
+
+@triton.jit
+def _masked_tile(i, start, a, b, own_start, own_count, context, low, high, block, KEYS: tl.constexpr, B: tl.constexpr):
     """The i-th masked key tile of a query tile, of own_count + count - (b - a): first key, and who sees what of it."""
     own = i < own_count
     j = i - own_count
@@ -112,169 +117,156 @@ def _soften(scores, scale, top, total, acc):
 
 @triton.jit
 def forward(
-    q, keys, values, out, lse, anchor, first,
+    q, keys, values, out, lse, anchor, first, longest_key,
     q_r, q_h, q_s, o_r, o_h, o_s,
-    group, context, slots, blocks, window, scale,
+    group, context, slots, padded_slots, blocks, window, scale, limit,
     M: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, B: tl.constexpr, PACK: tl.constexpr,
-    PRECISION: tl.constexpr, SPECIALIZE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out [R, Hq, Q, D] and lse float32 [R, Hq, Q], in log2 and +inf where a slot sees nothing.
+    """out [R, Hq, Q, D] and lse float32 [R, Hq, padded Q], in log2 and +inf where a slot sees nothing.
 
     A tile holds PACK query heads of one key head times M / PACK slots: its rows then share few anchors, and hardly a
     key tile but the last is partly hidden. The last tiles come first, since late anchors see most.
+
+    Softmax needs its maximum only so that nothing overflows. No score exceeds |q| |k| (longest_key float32 [R, Hkv]);
+    where that stays below `limit`, the whole tiles do without: no maximum, and no scaling of what was gathered, which
+    is a third of the loop's instructions. Drafters with q_norm and k_norm are there unless these weights grow large.
     """
     SLOTS: tl.constexpr = M // PACK
     packs = group // PACK
     tile, row = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(2).to(tl.int64)
     key_head = tl.program_id(1) // packs
-    head = key_head * group + tl.program_id(1) % packs * PACK + tl.arange(0, M) // SLOTS
+    head = (key_head * group + tl.program_id(1) % packs * PACK + tl.arange(0, M) // SLOTS).to(tl.int64)
     slot = tile * SLOTS + tl.arange(0, M) % SLOTS
     low, high, block = _slots(anchor, first, row, slot, blocks, window, B)
     start, count, a, b = _context_tiles(low, high, KEYS)
-    last_slot = tl.minimum((tile + 1) * SLOTS, slots) - 1
-    own_start = context + tile * SLOTS // B * B
-    own_count = tl.cdiv(context + (last_slot // B + 1) * B - own_start, KEYS)
+    own_start, own_count = _own_tiles(tile * SLOTS, SLOTS, context, slots, KEYS, B)
 
     d = tl.arange(0, D)
     there = slot < slots
-    at = q + row * q_r + head.to(tl.int64) * q_h + slot.to(tl.int64) * q_s
+    at = q + row * q_r + head * q_h + slot.to(tl.int64) * q_s
     query = tl.load(at[:, None] + d[None, :], mask=there[:, None], other=0.0)
+    longest = tl.max(tl.sum(query.to(tl.float32) * query.to(tl.float32), 1))
+    bound = tl.sqrt(longest) * tl.load(longest_key + row * (tl.num_programs(1) // packs) + key_head) * scale
     top = tl.full([M], HIDDEN, tl.float32)
     total = tl.zeros([M], tl.float32)
     acc = tl.zeros([M, D], tl.float32)
     r = row.to(tl.int32)
     for i in tl.range(0, own_count + count - (b - a)):
-        key, seen = _masked_tile(
-            i, start, count, a, b, own_start, own_count, context, low, high, block, KEYS, B
-        )  # fmt: skip
+        key, seen = _masked_tile(i, start, a, b, own_start, own_count, context, low, high, block, KEYS, B)
         k = _read(keys, r, key_head, key, KEYS, D)
         scores = tl.dot(query, k.T, input_precision=PRECISION)
         scores = tl.where(seen, scores, HIDDEN)
         p, top, total, acc = _soften(scores, scale, top, total, acc)
         v = _read(values, r, key_head, key, KEYS, D)
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
-    for j in tl.range(a, b, warp_specialize=SPECIALIZE):
+    bounded = bound <= limit
+    middle = tl.where(bounded, a, b)
+    for j in tl.range(a, middle):
         k = _read(keys, r, key_head, start + j * KEYS, KEYS, D)
         scores = tl.dot(query, k.T, input_precision=PRECISION)
         p, top, total, acc = _soften(scores, scale, top, total, acc)
         v = _read(values, r, key_head, start + j * KEYS, KEYS, D)
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+    shift = tl.where(bounded, top, 0.0)
+    top -= shift
+    shift = tl.exp2(shift)
+    total, acc = total * shift, acc * shift[:, None]
+    for j in tl.range(middle, b):
+        k = _read(keys, r, key_head, start + j * KEYS, KEYS, D)
+        p = tl.exp2(tl.dot(query, k.T, input_precision=PRECISION) * scale)
+        total += tl.sum(p, 1)
+        v = _read(values, r, key_head, start + j * KEYS, KEYS, D)
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
 
     empty = high < 0
     acc = tl.where(empty[:, None], 0.0, acc / total[:, None])
-    at = out + row * o_r + head.to(tl.int64) * o_h + slot.to(tl.int64) * o_s
+    at = out + row * o_r + head * o_h + slot.to(tl.int64) * o_s
     tl.store(at[:, None] + d[None, :], acc.to(out.dtype.element_ty), mask=there[:, None])
-    heads = tl.num_programs(1) * PACK
-    tl.store(lse + (row * heads + head) * slots + slot, tl.where(empty, float("inf"), top + tl.log2(total)), mask=there)
+    line = (row * (tl.num_programs(1) * PACK) + head) * padded_slots + slot
+    tl.store(lse + line, tl.where(empty, float("inf"), top + tl.log2(total)), mask=there)
 
 
 @triton.jit
 def own_backward(
-    q, keys, values, out, grad, lse, anchor, delta, dq, dk, dv,
+    q, keys, values, out, grad, lse, anchor, delta, dk, dv,
     q_r, q_h, q_s, k_r, k_h, k_t, v_r, v_h, v_t, o_r, o_h, o_s, g_r, g_h, g_s, dk_r, dk_h, dk_t, dv_r, dv_h, dv_t,
-    group, context, slots, blocks, scale, softmax_scale,
+    group, context, slots, padded_slots, blocks, scale, softmax_scale,
     P: tl.constexpr, PER: tl.constexpr, D: tl.constexpr, B: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What the backward has to do for the slots of PER blocks: delta, their own keys' dk and dv, the start of dq.
+    """delta = sum(out * grad), float32 [R, Hq, padded Q], and the dk and dv of block slots, PER blocks a program.
 
-    delta = sum(out * grad) float32 [R, Hq, Q]; dq float32 [R, Hq, Q, D] contiguous and yet to be multiplied by
-    d**-0.5; dk and dv are complete here, as nobody else sees these keys. P >= PER * B rows are computed.
+    Nobody but a block's own slots sees these keys, so they are complete here. P >= PER * B rows are computed.
     """
-    tile, key_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    tile, key_head, row = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     i, d = tl.arange(0, P), tl.arange(0, D)
     slot = tile * PER * B + i
     block = slot // B
     there = (i < PER * B) & (slot < slots)
     full = tl.load(anchor + row * blocks + block, mask=there, other=-1) >= 0
-    seen = (block[:, None] == block[None, :]) & (full & there)[:, None] & there[None, :]
+    seen = (block[:, None] == block[None, :]) & full[:, None] & there[None, :]
     at, mask = slot.to(tl.int64)[:, None], there[:, None]
-    k = tl.load(
-        keys + row * k_r + key_head.to(tl.int64) * k_h + (context + at) * k_t + d[None, :], mask=mask, other=0.0
-    )
-    v = tl.load(
-        values + row * v_r + key_head.to(tl.int64) * v_h + (context + at) * v_t + d[None, :], mask=mask, other=0.0
-    )
+    own = context + at
+    k = tl.load(keys + row * k_r + key_head * k_h + own * k_t + d[None, :], mask=mask, other=0.0)
+    v = tl.load(values + row * v_r + key_head * v_h + own * v_t + d[None, :], mask=mask, other=0.0)
     dk_acc = tl.zeros([P, D], tl.float32)
     dv_acc = tl.zeros([P, D], tl.float32)
     heads = tl.num_programs(1) * group
     for g in range(group):
-        head = (key_head * group + g).to(tl.int64)
+        head = key_head * group + g
         query = tl.load(q + row * q_r + head * q_h + at * q_s + d[None, :], mask=mask, other=0.0)
         o = tl.load(out + row * o_r + head * o_h + at * o_s + d[None, :], mask=mask, other=0.0)
         do = tl.load(grad + row * g_r + head * g_h + at * g_s + d[None, :], mask=mask, other=0.0)
-        line = (row * heads + head) * slots + slot
+        line = (row * heads + head) * padded_slots + slot
         sums = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
         tl.store(delta + line, sums, mask=there)
         norm = tl.load(lse + line, mask=there, other=float("inf"))
-        scores = tl.dot(query, k.T, input_precision=PRECISION)
-        p = tl.where(seen, tl.exp2(scores * scale - norm[:, None]), 0.0)
+        p = tl.exp2(tl.dot(query, k.T, input_precision=PRECISION) * scale - norm[:, None])
+        p = tl.where(seen, p, 0.0)
         dv_acc = tl.dot(p.to(do.dtype).T, do, dv_acc, input_precision=PRECISION)
         ds = p * (tl.dot(do, v.T, input_precision=PRECISION) - sums[:, None])
-        ds = ds.to(query.dtype)
-        dk_acc = tl.dot(ds.T, query, dk_acc, input_precision=PRECISION)
-        dq_acc = tl.dot(ds, k, input_precision=PRECISION)
-        tl.store(dq + line.to(tl.int64)[:, None] * D + d[None, :], dq_acc, mask=mask)
-    tl.store(
-        dk + row * dk_r + key_head.to(tl.int64) * dk_h + (context + at) * dk_t + d[None, :],
-        (dk_acc * softmax_scale).to(dk.dtype.element_ty),
-        mask=mask,
-    )
-    tl.store(
-        dv + row * dv_r + key_head.to(tl.int64) * dv_h + (context + at) * dv_t + d[None, :],
-        dv_acc.to(dv.dtype.element_ty),
-        mask=mask,
-    )
+        dk_acc = tl.dot(ds.to(query.dtype).T, query, dk_acc, input_precision=PRECISION)
+    dk_acc = (dk_acc * softmax_scale).to(dk.dtype.element_ty)
+    tl.store(dk + row * dk_r + key_head * dk_h + own * dk_t + d[None, :], dk_acc, mask=mask)
+    dv_acc = dv_acc.to(dv.dtype.element_ty)
+    tl.store(dv + row * dv_r + key_head * dv_h + own * dv_t + d[None, :], dv_acc, mask=mask)
 
 
 @triton.jit
 def _key_gradients(
-    tile, key, k, v, dk, dv, seen_by, queries, grads, dq, lse, delta, row, head, line, slots, scale,
-    M: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr,
-    MASKED: tl.constexpr,
+    tile, key, k, v, dk, dv, seen_by, queries, grads, lse, delta, row, head, scale,
+    M: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """One query tile's part of a key tile's gradients, and (ADD) the key tile's part of the query tile's.
+    """What one query tile adds to a key tile's dk and dv.
 
     Scores stand keys by queries here, so that p and ds can stay in registers as left operands of dv and dk.
     """
-    slot = tile * M + tl.arange(0, M)
     query = _read(queries, row, head, tile * M, M, D)
-    scores = tl.dot(k, query.T, input_precision=PRECISION)
-    if MASKED:
-        norm = tl.load(lse + line + slot, mask=slot < slots, other=float("inf"))
-        sums = tl.load(delta + line + slot, mask=slot < slots, other=0.0)
-    else:
-        norm, sums = tl.load(lse + line + slot), tl.load(delta + line + slot)
-    p = tl.exp2(scores * scale - norm[None, :])
+    norm = lse.load([row, head, tile * M]).reshape(M)
+    p = tl.exp2(tl.dot(k, query.T, input_precision=PRECISION) * scale - norm[None, :])
     if MASKED:
         low, high = seen_by
         keys = key + tl.arange(0, KEYS)
         p = tl.where((keys[:, None] >= low[None, :]) & (keys[:, None] < high[None, :]), p, 0.0)
     do = _read(grads, row, head, tile * M, M, D)
     dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
-    ds = (p * (tl.dot(v, do.T, input_precision=PRECISION) - sums[None, :])).to(query.dtype)
-    dk = tl.dot(ds, query, dk, input_precision=PRECISION)
-    if ADD != 0:
-        part = tl.dot(ds.T, k, input_precision=PRECISION)
-        if ADD == 1:
-            dq.atomic_add([row, head, tile * M, 0], part.reshape(1, 1, M, D))
-        else:
-            at = dq + (line + slot).to(tl.int64)[:, None] * D + tl.arange(0, D)[None, :]
-            tl.atomic_add(at, part, mask=(slot < slots)[:, None], sem="relaxed")
-    return dk, dv
+    sums = delta.load([row, head, tile * M]).reshape(M)
+    if MASKED:
+        sums = tl.where(high < 0, 0.0, sums)  # nobody wrote those past the last slot, and 0 * NaN is NaN
+    ds = p * (tl.dot(v, do.T, input_precision=PRECISION) - sums[None, :])
+    return tl.dot(ds.to(query.dtype), query, dk, input_precision=PRECISION), dv
 
 
 @triton.jit
 def context_backward(
-    queries, keys, values, grads, lse, delta, anchor, first, ranges, dq, dk, dv,
+    queries, keys, values, grads, lse, delta, anchor, first, ranges, dk, dv,
     dk_r, dk_h, dk_t, dv_r, dv_h, dv_t,
-    group, context, slots, blocks, window, scale, softmax_scale,
-    M: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, B: tl.constexpr, ADD: tl.constexpr,
-    PRECISION: tl.constexpr,
+    group, context, blocks, window, scale, softmax_scale,
+    M: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, B: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of the context's keys, a tile of them a program, over the query tiles in `ranges`.
 
-    ADD 1 (by tensor descriptor) or 2 (by pointer): also adds to dq atomically, in whatever order programs come;
-    ADD 0 leaves dq to query_backward. The first keys come first: in a document they are seen most.
+    The first keys come first: in a document they are seen most.
     """
     tile, key_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     key = tile * KEYS
@@ -284,7 +276,6 @@ def context_backward(
     dv_acc = tl.zeros([KEYS, D], tl.float32)
     at = ranges + (row * tl.num_programs(0) + tile) * 4
     begin, all_begin, all_end, end = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
-    heads = tl.num_programs(1) * group
     early = all_begin - begin
     masked = early + end - all_end
     whole = all_end - all_begin
@@ -295,14 +286,14 @@ def context_backward(
         j = tl.where(j < early, begin + j, all_end + j - early)
         low, high, _ = _slots(anchor, first, row, j * M + tl.arange(0, M), blocks, window, B)
         dk_acc, dv_acc = _key_gradients(
-            j, key, k, v, dk_acc, dv_acc, (low, high), queries, grads, dq, lse, delta, row, head,
-            (row * heads + head) * slots, slots, scale, M, KEYS, D, ADD, PRECISION, True,
+            j, key, k, v, dk_acc, dv_acc, (low, high), queries, grads, lse, delta, row, head, scale,
+            M, KEYS, D, PRECISION, True,
         )  # fmt: skip
     for i in tl.range(0, whole * group):
         head = key_head * group + i // whole
         dk_acc, dv_acc = _key_gradients(
-            all_begin + i % whole, key, k, v, dk_acc, dv_acc, None, queries, grads, dq, lse, delta, row, head,
-            (row * heads + head) * slots, slots, scale, M, KEYS, D, ADD, PRECISION, False,
+            all_begin + i % whole, key, k, v, dk_acc, dv_acc, None, queries, grads, lse, delta, row, head, scale,
+            M, KEYS, D, PRECISION, False,
         )  # fmt: skip
     t = (key + tl.arange(0, KEYS)).to(tl.int64)[:, None]
     d = tl.arange(0, D)[None, :]
@@ -315,13 +306,17 @@ def context_backward(
 
 @triton.jit
 def query_backward(
-    q, keys, values, grad, lse, delta, anchor, first, start_of_dq, dq,
+    q, keys, values, grad, lse, delta, anchor, first, dq,
     q_r, q_h, q_s, g_r, g_h, g_s, dq_r, dq_h, dq_s,
-    group, context, slots, blocks, window, scale, softmax_scale,
+    group, context, slots, padded_slots, blocks, window, scale, softmax_scale,
     M: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, B: tl.constexpr, PACK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq in an order that never changes, from where own_backward left it: two products more, nothing atomic."""
+    """dq, over the same tiles as `forward`.
+
+    A pass of its own makes the scores a second time, seven products instead of five. Adding every key tile's part to
+    dq atomically in context_backward instead was slower on an H200 (docs/STRATEGIES.md), and its order is random.
+    """
     SLOTS: tl.constexpr = M // PACK
     packs = group // PACK
     tile, row = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(2).to(tl.int64)
@@ -330,18 +325,19 @@ def query_backward(
     slot = tile * SLOTS + tl.arange(0, M) % SLOTS
     low, high, block = _slots(anchor, first, row, slot, blocks, window, B)
     start, count, a, b = _context_tiles(low, high, KEYS)
+    own_start, own_count = _own_tiles(tile * SLOTS, SLOTS, context, slots, KEYS, B)
     d, there = tl.arange(0, D), slot < slots
     mask = there[:, None]
     at = slot.to(tl.int64)
-    line = (row * tl.num_programs(1) * PACK + head) * slots + slot
+    line = (row * (tl.num_programs(1) * PACK) + head) * padded_slots + slot
     query = tl.load((q + row * q_r + head * q_h + at * q_s)[:, None] + d[None, :], mask=mask, other=0.0)
     do = tl.load((grad + row * g_r + head * g_h + at * g_s)[:, None] + d[None, :], mask=mask, other=0.0)
-    acc = tl.load(start_of_dq + line[:, None] * D + d[None, :], mask=mask, other=0.0)
+    acc = tl.zeros([M, D], tl.float32)
     norm = tl.load(lse + line, mask=there, other=float("inf"))
     sums = tl.load(delta + line, mask=there, other=0.0)
     r = row.to(tl.int32)
-    for i in tl.range(0, count - (b - a)):
-        key, seen = _masked_tile(i, start, count, a, b, 0, 0, context, low, high, block, KEYS, B)
+    for i in tl.range(0, own_count + count - (b - a)):
+        key, seen = _masked_tile(i, start, a, b, own_start, own_count, context, low, high, block, KEYS, B)
         k = _read(keys, r, key_head, key, KEYS, D)
         p = tl.exp2(tl.dot(query, k.T, input_precision=PRECISION) * scale - norm[:, None])
         p = tl.where(seen, p, 0.0)
