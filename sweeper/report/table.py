@@ -54,9 +54,10 @@ def rows(run_dirs: Iterable[Path]) -> list[dict[str, Any]]:
 
     A row: cell {factor: level}, label, n, runs [directory], beside (how many of them ran beside others), verdicts
     {verdict: count}, ktok_s, time_to_first_step_s, compile_s, peak_bytes, tau, targets_waited, drafters_waited (each
-    {median, low, high, coverage, n}, or None), cache {proved state: count}, mixed {why, of the runs that are ok: count},
-    signatures {cause: count}, learnt {variant, "" without fanout: {loss, accept, tau {set: ...}}}, conditions {set: {condition:
-    [value]}}, failures [{label, repeat, verdict, cause, fingerprint, reason, evidence, holders, dir}].
+    {median, low, high, coverage, n}, or None), cache {proved state: count}, mixed {why, of the runs that are ok:
+    count}, signatures {cause: count}, learnt {variant, "" without fanout: {loss, accept, tau {set: ...}}},
+    conditions {set: {condition: [value]}}, failures [{label, repeat, verdict, cause, fingerprint, reason, evidence,
+    holders, dir}].
     """
     latest: dict[tuple[str, Any], tuple[Path, dict[str, Any], dict[str, Any]]] = {}
     unreadable = 0
