@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dflash.events import EventReader
+from sweeper import usage
 from sweeper.measure import (
     SERIES,
     SIDES,
@@ -36,13 +37,14 @@ from sweeper.measure import (
 # Points a series has at most, about: a long run must not fill the store with rows, nor the UI with details.
 POINTS, DETAIL_POINTS = 10_000, 200
 EVALUATED = ("tau", "tau_low", "tau_high", "tau_untrained", "distinct4", "identical", "speedup")
+LOOKS = 5  # of the looks at a run's use of its machine one is shown: every ten seconds, as MLflow's own
 WRITTEN = ("t", "event", "pid", "thread", "nonfinite")  # what the writer adds to an event of its own
 HEADLINES = ("ktok_s", "time_to_first_step_s", "compile_s")
 
 
 @dataclass
 class Told:
-    """How far MLflow knows a job: the last step of each variant, and how many evaluations and memory events."""
+    """How far MLflow knows a job: the last step of each variant, and how many evaluations and looks at its memory."""
 
     steps: dict[str, int] = field(default_factory=dict)
     evaluations: int = 0
@@ -51,13 +53,13 @@ class Told:
 
 @dataclass
 class Job:
-    """What a job told so far: its steps by variant and number, of which the first event counts, evaluations, memory."""
+    """What is known of a job so far: its steps by variant and number, of which the first event counts, evaluations,
+    and what it took of its machine."""
 
     reader: EventReader
     steps: dict[str, dict[int, Step]] = field(default_factory=dict)
     evaluations: list[Evaluation] = field(default_factory=list)
     memory: list[tuple[float, dict[str, float]]] = field(default_factory=list)
-    _by_process: dict[Any, dict[str, float]] = field(default_factory=dict)
 
     def read(self) -> None:
         """Read what was reported since."""
@@ -66,9 +68,8 @@ class Job:
                 self.steps.setdefault(step.variant, {}).setdefault(step.step, step)
             elif measured := parse_evaluation(event):
                 self.evaluations.append(measured)
-            elif event.get("event") == "memory" and (t := finite(event.get("t"))) is not None:
-                self._by_process[event.get("pid")] = _used(event)
-                self.memory.append((t, _summed(self._by_process)))
+        looks = usage.read(self.reader.path.parent)[::LOOKS]
+        self.memory = [(look.t, _used(look)) for look in looks]
 
     def metrics(self, told: Told) -> list[Any]:
         """The metrics of what was read and not told.
@@ -157,30 +158,16 @@ def _of_step(step: Step) -> dict[str, float]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _used(event: dict[str, Any]) -> dict[str, float]:
-    """What a process told of its memory and its GPUs, by MLflow's names for such metrics where it has one."""
-    found: dict[str, float | None] = {"system/process_memory_megabytes": _mega(event.get("rss_bytes"))}
-    for field_name, name in (("gpu_bytes", "memory_usage_megabytes"), ("gpu_percent", "utilization_percentage")):
-        by_device = event.get(field_name)
-        for device, value in by_device.items() if isinstance(by_device, dict) else ():
-            number = _mega(value) if name.endswith("megabytes") else finite(value)
-            found[f"system/gpu_{device.rpartition(':')[2]}_{name}"] = number
-    return {name: value for name, value in found.items() if value is not None}
-
-
-def _summed(by_process: dict[Any, dict[str, float]]) -> dict[str, float]:
-    """The memory of all processes together; of a device's utilisation every process tells the same, roughly."""
-    together: dict[str, float] = {}
-    for used in by_process.values():
-        for name, value in used.items():
-            known = together.get(name, 0.0)
-            together[name] = max(known, value) if name.endswith("percentage") else known + value
-    return together
-
-
-def _mega(value: Any) -> float | None:
-    number = finite(value)
-    return None if number is None else number / 1e6
+def _used(look: usage.Use) -> dict[str, float]:
+    """What a run took of its machine, by MLflow's names for such metrics where it has one."""
+    found = {"system/process_memory_megabytes": look.rss_bytes / 1e6}
+    if look.cpu is not None:
+        found["system/process_processors"] = look.cpu
+    for device, size in look.gpu_bytes.items():
+        found[f"system/gpu_{_part(device)}_memory_usage_megabytes"] = size / 1e6
+    for device, busy in look.gpu_busy.items():
+        found[f"system/gpu_{_part(device)}_utilization_percentage"] = 100 * busy
+    return found
 
 
 def _shown(step: Step, points: int) -> bool:
