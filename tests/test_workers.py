@@ -4,12 +4,15 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import pytest
 import torch
 
 from dflash import strategies
 from dflash.drafter import Drafter, Geometry
 from dflash.events import EventReader, EventWriter
+from dflash.pipeline import drafter_worker
 from dflash.pipeline.average import ThreadAverager
 from dflash.pipeline.batch import Batch
 from dflash.pipeline.channel import ChannelStats
@@ -50,12 +53,15 @@ class Backlog:
         return ChannelStats(0, 0.0, 0.0)
 
 
-def steady_steps(tmp_path: Path, waiting: int, steady_after: int) -> list[int]:
+def run(tmp_path: Path, waiting: int, steady_after: int, stop_at: int = 0) -> tuple[str, list[dict[str, Any]]]:
+    """Status and step events of a run of nine steps; asked to stop during step `stop_at`."""
+    tmp_path.mkdir(exist_ok=True)
+    torch.manual_seed(0)
     values = {
         "data": {"path": "-", "row_tokens": 16},
         "target": {"model": "-"},
         "drafter": {"block": 4, "anchors": 2, "layers": 1},
-        "train": {"steps": 9, "steady_after": steady_after},
+        "train": {"steps": 9, "steady_after": steady_after, "save": False},
         "compile": "eager",
     }
     job = JobSettings.from_dict(values)
@@ -66,12 +72,20 @@ def steady_steps(tmp_path: Path, waiting: int, steady_after: int) -> list[int]:
     drafter = Drafter(geometry, strategy.prepare, strategy.attend)
     ends = FrozenEnds(torch.randn(16, 8), 1.0, torch.randn(16, 8), 15)
     layout = Layout.of(job)
-    tools = Tools(job, layout, {"": 0}, {(0, 0): Backlog(waiting)}, events, probe, strategy, lambda: False)
+    channel = Backlog(waiting)
+    tools = Tools(
+        job, layout, {"": 0}, {(0, 0): channel}, events, probe, strategy, lambda: 0 < stop_at <= channel.given
+    )
     variant = Variant("", job, geometry, 15, [1], tmp_path, tmp_path, {})
     work = Work(layout.seats[0], variant, drafter, ends, ThreadAverager(1), None, TARGET, {})
     status, _ = run_drafter(tools, work)
+    return status, [e for e in EventReader(tmp_path / "events.jsonl").poll() if e["event"] == "step"]
+
+
+def steady_steps(tmp_path: Path, waiting: int, steady_after: int) -> list[int]:
+    status, steps = run(tmp_path, waiting, steady_after)
     assert status == "ok"
-    return [e["step"] for e in EventReader(tmp_path / "events.jsonl").poll() if e["event"] == "step" and e["steady"]]
+    return [e["step"] for e in steps if e["steady"]]
 
 
 def test_the_measured_window_opens_after_warm_up_when_nothing_waits(tmp_path):
@@ -84,3 +98,23 @@ def test_batches_that_piled_up_during_warm_up_are_no_speed(tmp_path):
 
 def test_a_run_that_only_uses_up_its_backlog_measures_nothing(tmp_path):
     assert steady_steps(tmp_path, waiting=9, steady_after=3) == []
+
+
+def test_figures_read_a_step_late_are_those_of_their_step(tmp_path, monkeypatch):
+    """On a GPU the next step is under way when a step's figures are read."""
+    told = []
+    for behind in (0, 1):
+        monkeypatch.setitem(drafter_worker.BEHIND, "cpu", behind)
+        status, steps = run(tmp_path / str(behind), waiting=0, steady_after=3)
+        assert status == "ok"
+        told.append([(e["step"], e["loss"], e["accept"], e["grad_norm"], e["lr"]) for e in steps])
+    assert told[0] == told[1]
+    assert [step for step, *_ in told[0]] == list(range(1, 10))
+
+
+@pytest.mark.parametrize(("behind", "last"), [(0, 4), (1, 5)])
+def test_a_run_asked_to_stop_ends_after_the_step_under_way_and_tells_it(tmp_path, monkeypatch, behind, last):
+    monkeypatch.setitem(drafter_worker.BEHIND, "cpu", behind)
+    status, steps = run(tmp_path, waiting=0, steady_after=3, stop_at=4)
+    assert status == "interrupted"  # nothing was to be saved
+    assert [e["step"] for e in steps] == list(range(1, last + 1))

@@ -29,6 +29,9 @@ from dflash.plan import Variant
 from dflash.settings import JobSettings
 from dflash.target import Target
 
+# Steps whose figures are still to come when a device gets its next one: it never runs dry while they are read.
+BEHIND = {"cuda": 1}
+
 
 @dataclass(frozen=True)
 class Work:
@@ -100,9 +103,8 @@ def run_drafter(tools: Tools, work: Work) -> tuple[str, dict[str, Any]]:
         due = bool(job.train.save_every) and step % job.train.save_every == 0
         evaluated = bool(job.eval.prompts) and (last or (bool(job.eval.every) and step % job.eval.every == 0))
         stop = False
-        # A GPU gets its next step before the last one's figures are waited for, so it never runs dry. All drafters
-        # of a variant read as late as each other, so that they stop after the same step.
-        behind = 1 if device.type == "cuda" and not (last or due or evaluated) else 0
+        # All drafters of a variant read as late as each other, so that they stop after the same step.
+        behind = 0 if last or due or evaluated else BEHIND.get(device.type, 0)
         while len(told) > behind or (stop and told):
             grad_norm, *values = told[0].figures.read()
             seen, one = StepSums.of(values), told.popleft()
