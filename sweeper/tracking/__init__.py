@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from sweeper.tracking.view import View
 
 EVERY = 5.0  # seconds between two looks at a run in progress
-PAUSE = 30.0  # seconds of peace for a tracking store that failed
-PATIENCE, NO_PATIENCE = 60.0, 5.0  # seconds that `close` waits for the last writes, and for a store that fails
+PAUSE, LAST_PAUSE = 30.0, 1.0  # seconds of peace for a tracking store that failed; while `close` waits
+PATIENCE, NO_PATIENCE = 60.0, 3.0  # seconds that `close` waits for the last writes, and for a store that fails
 MOST_NOTES = 10
 # What a store says, in MLflow's words, of a request that it understood and will refuse again. That, like a record that
 # cannot be read, holds up nothing else.
@@ -82,7 +82,8 @@ class Tracker:
         self._waiting: dict[Any, _Piece] = {}
         self._asked = itertools.count()
         self._changed = threading.Condition()
-        self._closing = self._failing = False
+        self._closing = self._failing = self._given_up = False
+        self._peace = 0.0  # until when a store that failed is left alone (time.monotonic)
         self._thread = threading.Thread(target=self._work, name="tracking", daemon=True)
         self._thread.start()
         self._put("behind", self._catch_up)
@@ -120,10 +121,18 @@ class Tracker:
 
     def close(self) -> None:
         """Wait for the last writes, but not for ever, and print the notes."""
+        began = time.monotonic()
         with self._changed:
-            self._closing = True
+            self._closing, self._peace = True, began
+            for piece in self._waiting.values():
+                piece.due = began
             self._changed.notify()
-        self._thread.join(NO_PATIENCE if self._failing else PATIENCE)
+        while self._thread.is_alive() and time.monotonic() - began < (NO_PATIENCE if self._failing else PATIENCE):
+            self._thread.join(0.1)
+        with self._changed:
+            self._given_up = True
+            self._changed.notify()
+        self._thread.join(LAST_PAUSE)
         if self._thread.is_alive() or self._waiting:
             self.notes.append(f"tracking is behind; catch up with: python -m sweeper.sync --store {self._store}")
         for note in self.notes:
@@ -131,8 +140,8 @@ class Tracker:
         self.notes = []
 
     def _put(self, key: Any, work: Callable[[View], Any], delay: float = 0.0) -> None:
-        due = time.monotonic() + delay
         with self._changed:
+            due = max(time.monotonic() + delay, self._peace)  # nothing new goes before what waits already
             if key in self._waiting:
                 self._waiting[key].due = min(due, self._waiting[key].due)
             else:
@@ -140,14 +149,14 @@ class Tracker:
             self._changed.notify()
 
     def _next(self) -> _Piece | None:
-        """Wait for a piece of work that is due; None when all is done and the tracker is closing."""
+        """Wait for a piece of work that is due; None when the tracker is closing and all is done or given up."""
         with self._changed:
             while True:
-                if not self._waiting and self._closing:
+                if self._given_up or (self._closing and not self._waiting):
                     return None
                 first = min(self._waiting.values(), default=None)
                 wait = first.due - time.monotonic() if first else None
-                if first and wait is not None and (wait <= 0 or self._closing):
+                if first and wait is not None and wait <= 0:
                     return self._waiting.pop(first.key)
                 self._changed.wait(wait)
 
@@ -166,10 +175,9 @@ class Tracker:
                 self._failing = True
                 with self._changed:
                     self._waiting.setdefault(piece.key, piece)
+                    self._peace = time.monotonic() + (min(PAUSE, LAST_PAUSE) if self._closing else PAUSE)
                     for waiting in self._waiting.values():
-                        waiting.due = time.monotonic() + PAUSE
-                    if self._closing:
-                        return
+                        waiting.due = self._peace  # the same for all: then the order of asking counts
 
     def _do(self, work: Callable[[View], Any]) -> None:
         from sweeper.tracking.view import View, lock

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,8 @@ from urllib.parse import urlsplit
 from dflash.settings import SettingError
 
 SERVER = ("http", "https")
+PORTS = {"http": 80, "https": 443, "postgresql": 5432, "mysql": 3306, "mssql": 1433}
+REACH_S = 5.0
 DATABASE = ("postgresql", "mysql", "mssql", "sqlite")
 EXAMPLE = "such as http://mlflow.example:5000"
 
@@ -62,6 +65,17 @@ def read(config: Mapping[str, Any], store: Path) -> Place | None:
     if uri is not None:
         raise SettingError("tracking.uri", hidden(str(uri)), f"needs tracking=server, and this is tracking={kind}")
     return own(store, experiment, models) if kind == "local" else None
+
+
+def reach(place: Place) -> None:
+    """Raise OSError at once where nobody listens: MLflow's own tries take minutes. What is in a file is reached."""
+    parts = urlsplit(place.uri)
+    kind = parts.scheme.partition("+")[0]
+    if parts.hostname and kind in PORTS:
+        try:
+            socket.create_connection((parts.hostname, parts.port or PORTS[kind]), REACH_S).close()
+        except OSError as error:
+            raise OSError(f"{place.shown} cannot be reached ({error})") from None
 
 
 def check(uri: Any, setting: str = "tracking.uri") -> None:

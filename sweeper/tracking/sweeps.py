@@ -105,6 +105,8 @@ def close(view: View, sweep: str) -> list[str]:
     path = view.store / "sweeps" / sweep / STATE_FILE
     if told := read_json(path):
         records.write(path, told | {"open": False})
+    for folder in runs_of(view.store, {sweep}):
+        view.bring(folder)
     return links(view, sweep) if bring(view, sweep, anew=True) else []
 
 

@@ -33,7 +33,7 @@ from sweeper.measure import finite
 from sweeper.report.table import label
 from sweeper.store import read_json
 from sweeper.tracking import models, series
-from sweeper.tracking.place import Place
+from sweeper.tracking.place import Place, reach
 
 STATE_FILE = "tracking.json"
 LOCK_FILE = "tracking.lock"
@@ -53,6 +53,7 @@ class View:
 
     def __init__(self, place: Place, store: Path) -> None:
         self.place, self.store = place, store.resolve()
+        reach(place)
         self.client = _client(place.uri)
         found = self.client.get_experiment_by_name(place.experiment)
         if found is None:

@@ -1,0 +1,371 @@
+"""A tracking server that others share: MLflow on PostgreSQL, both started and stopped here, on loopback."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import http.client
+import json
+import os
+import pwd
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_up import add_events, events, finish_run, write_plan, write_run
+
+from sweeper import sync, tracking
+from sweeper.tracking import place
+from sweeper.tracking.view import View
+
+CELL = {"wheel": "current", "cache": "cold", "compile": "locked", "split": "1t1d", "isolation": "threads"}
+
+
+class Server:
+    """PostgreSQL and, on it, an MLflow server. `kill` ends the server as a lost machine does."""
+
+    def __init__(self, folder: Path, postgres: Path) -> None:
+        self.port, self.database = free_port(), free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._folder, self._postgres = folder, postgres
+        self._as = {"user": "postgres"} if os.getuid() == 0 else {}
+        self._server: subprocess.Popen[bytes] | None = None
+        self._base: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Server:
+        data = self._folder / "base"
+        if self._as:
+            shutil.chown(self._folder, "postgres")
+        make = [self._postgres / "initdb", "-D", data, "-U", "postgres", "-A", "trust", "--no-sync", "-E", "UTF8"]
+        subprocess.run(make, check=True, capture_output=True, cwd="/", **self._as)
+        serve = [self._postgres / "postgres", "-D", data, "-p", str(self.database), "-k", data, "-h", "127.0.0.1"]
+        quick = ["-c", "fsync=off", "-c", "full_page_writes=off"]
+        with open(self._folder / "base.log", "wb") as log:
+            self._base = subprocess.Popen([*serve, *quick], stdout=log, stderr=log, cwd="/", **self._as)
+        wait_for(lambda: answers(self.database))
+        self.start()
+        return self
+
+    def start(self) -> None:
+        """Start the MLflow server and wait until it answers."""
+        base = f"postgresql+psycopg2://postgres@127.0.0.1:{self.database}/postgres"
+        words = ["--backend-store-uri", base, "--artifacts-destination", str(self._folder / "artifacts")]
+        argv = [sys.executable, "-m", "mlflow", "server", *words, "--port", str(self.port), "--workers", "1"]
+        quiet = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
+        with open(self._folder / "server.log", "ab") as log:
+            self._server = subprocess.Popen(
+                argv, stdout=log, stderr=log, env=os.environ | quiet, start_new_session=True
+            )
+        wait_for(self.healthy, 120)
+
+    def healthy(self) -> bool:
+        try:
+            connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=2)
+            connection.request("GET", "/health")
+            return connection.getresponse().status == 200
+        except OSError:
+            return False
+
+    def kill(self) -> None:
+        if self._server:
+            os.killpg(self._server.pid, signal.SIGKILL)
+            self._server.wait()
+            self._server = None
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        if self._base:
+            self._base.send_signal(signal.SIGQUIT)
+            self._base.wait()
+
+
+class Between:
+    """Lies between the harness and the server, and behaves as networks do.
+
+    `lose` is how many of the next answers never arrive, though the server did what it was asked for; `silent` takes
+    every connection and never says anything.
+    """
+
+    def __init__(self, to: int) -> None:
+        self.port, self._to = free_port(), to
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.lose, self.silent, self.heard = 0, False, b""
+        self._listening: socket.socket | None = None
+        self._held: list[socket.socket] = []
+
+    def __enter__(self) -> Between:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def open(self) -> None:
+        self._listening = socket.create_server(("127.0.0.1", self.port))
+        threading.Thread(target=self._accept, args=(self._listening,), daemon=True).start()
+
+    def close(self) -> None:
+        if self._listening:
+            self._listening.shutdown(socket.SHUT_RDWR)
+            self._listening.close()
+            self._listening = None
+        for held in self._held:
+            held.close()
+
+    def _accept(self, listening: socket.socket) -> None:
+        while True:
+            try:
+                client, _ = listening.accept()
+            except OSError:
+                return
+            self._held.append(client)
+            if not self.silent:
+                server = socket.create_connection(("127.0.0.1", self._to))
+                self._held.append(server)
+                threading.Thread(target=self._pass, args=(client, server, True), daemon=True).start()
+                threading.Thread(target=self._pass, args=(server, client, False), daemon=True).start()
+
+    def _pass(self, source: socket.socket, target: socket.socket, asks: bool) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                if asks:
+                    self.heard += data
+                elif self.lose > 0:
+                    self.lose -= 1
+                    break
+                target.sendall(data)
+        for end in (source, target):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        return int(one.getsockname()[1])
+
+
+def answers(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), 1).close()
+    except OSError:
+        return False
+    return True
+
+
+def wait_for(true: Callable[[], bool], seconds: float = 60.0) -> None:
+    ends = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < ends, "did not happen in time"
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    pytest.importorskip("psycopg2", reason="the driver psycopg2 is not installed")
+    found = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"), key=lambda path: int(path.parts[-3]))
+    if not found:
+        pytest.skip("PostgreSQL is not installed")
+    if os.getuid() == 0 and not any(one.pw_name == "postgres" for one in pwd.getpwall()):
+        pytest.skip("PostgreSQL does not run as root, and there is no user postgres")
+    folder = Path(tempfile.mkdtemp(prefix="sweeper-server-"))
+    try:
+        with Server(folder, found[-1].parent) as one:
+            yield one
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def network(server: Server) -> Iterator[Between]:
+    with Between(server.port) as one:
+        yield one
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracking, "EVERY", 0.2)
+    monkeypatch.setattr(tracking, "PAUSE", 0.5)
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "5")
+
+
+def tracker_at(url: str, store: Path, experiment: str) -> Any:
+    return tracking.make({"name": "server", "uri": url, "experiment": experiment}, store)
+
+
+def held(server: Server, store: Path, experiment: str) -> dict[str, dict[str, Any]]:
+    """All that the server holds of a store's sweeps, cells and runs, but for what it numbers and dates by itself."""
+    view = View(place.Place(server.url, experiment), store)
+    found: dict[str, dict[str, Any]] = {}
+    for run in view.search(""):
+        tags = run.data.tags
+        name = tags.get("sweeper.run") or f"{tags['kind']} {tags.get('sweeper.cell', '')}"
+        assert name not in found, "shown twice"
+        points = {
+            key: [(m.step, m.timestamp, m.value) for m in view.client.get_metric_history(run.info.run_id, key)]
+            for key in run.data.metrics
+        }
+        artifacts = sorted(one.path for one in view.client.list_artifacts(run.info.run_id))
+        own = {key: value for key, value in tags.items() if key != "sweeper.harness_pid"}
+        found[name] = {"params": run.data.params, "tags": own, "points": points, "artifacts": artifacts}
+        found[name]["status"] = run.info.status
+    return found
+
+
+@pytest.mark.slow
+def test_sixteen_runs_at_once_lose_nothing_when_the_server_is_killed(server: Server, tmp_path: Path) -> None:
+    steps, began, killed = 40, threading.Barrier(17), threading.Event()
+    told = events(steps=steps)
+    tracker = tracker_at(server.url, tmp_path, "sixteen")
+    tracker.open_sweep("sweep0123", "sixteen at once", 16)
+    slowest = []
+
+    def train(number: int) -> None:
+        began.wait()
+        folder = write_run(tmp_path, CELL, repeat=number, told=told[:2], finished=False)
+        took = time.monotonic()
+        tracker.start(folder)
+        for place_in_order, event in enumerate(told[2:], 2):
+            add_events(folder, [event])
+            tracker.tick(folder)
+            if place_in_order == steps // 2 and number % 2:
+                killed.wait()
+            time.sleep(0.02)
+        finish_run(folder, told)
+        tracker.finish(folder)
+        slowest.append(time.monotonic() - took)
+
+    jobs = [threading.Thread(target=train, args=(number,)) for number in range(1, 17)]
+    for job in jobs:
+        job.start()
+    began.wait()
+    time.sleep(1.0)
+    server.kill()
+    killed.set()
+    for job in jobs:
+        job.join()
+    assert max(slowest) < 10, "a run waited for the server"
+    assert not server.healthy()
+    folders = sorted((tmp_path / "runs").iterdir())
+    write_plan(folders, conclusion="Nothing failed in 16 runs.\n")
+    tracker.close_sweep("sweep0123")
+    server.start()
+    tracker.close()
+
+    found = held(server, tmp_path, "sixteen")
+    assert sum(one["tags"]["kind"] == "run" for one in found.values()) == 16
+    for folder in folders:
+        run = found[folder.name]
+        assert run["status"] == "FINISHED"
+        losses = sorted((step, value) for step, _, value in run["points"]["train/loss"])
+        assert losses == [(n, 5.0 - 0.2 * n) for n in range(1, steps + 1)]
+        for name, points in run["points"].items():
+            assert len({step for step, _, _ in points}) == len(points), f"{name} has a step twice"
+        assert {"spec.json", "run.json", "verdict.json", "events.jsonl", "cache.json"} <= set(run["artifacts"])
+    (sweep,) = (one for one in found.values() if one["tags"]["kind"] == "sweep")
+    assert (sweep["status"], sweep["tags"]["verdicts"]) == ("FINISHED", "16 ok")
+    (cell,) = (one for one in found.values() if one["tags"]["kind"] == "cell")
+    assert cell["points"]["ktok_s.n"][0][2] == 16
+
+    where = place.Place(server.url, "sixteen")
+    assert sync.sync(tmp_path, where, ["sweep0123"]) == (0, 16)
+    assert sync.sync(tmp_path, where, ["sweep0123"], rebuild=True) == (16, 0)
+    assert held(server, tmp_path, "sixteen") == found, "told twice, shown once"
+
+
+def test_a_server_that_is_down_is_told_later(server: Server, network: Between, tmp_path: Path, capsys: Any) -> None:
+    began = time.monotonic()
+    tracker = tracker_at(network.url, tmp_path, "down")
+    tracker.open_sweep("sweep0123", "told later", 1)
+    folder = write_run(tmp_path, CELL)
+    tracker.finish(folder)
+    write_plan([folder], conclusion="Nothing failed.\n")
+    tracker.close_sweep("sweep0123")
+    tracker.close()
+    assert time.monotonic() - began < 10
+    said = capsys.readouterr().err
+    assert "cannot be reached" in said
+    assert f"python -m sweeper.sync --store {tmp_path}" in said
+    assert sync.main(["--store", str(tmp_path)]) == 1  # still down
+    assert "cannot be reached" in capsys.readouterr().err
+
+    network.open()
+    assert sync.main(["--store", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"{network.url}: 1 runs written, 0 unchanged\n"
+    assert {one["status"] for one in held(server, tmp_path, "down").values()} == {"FINISHED"}
+
+    network.close()  # down again at the end of the next sweep ...
+    tracker = tracker_at(network.url, tmp_path, "down")
+    tracker.open_sweep("sweep4567", "told by the next", 1)
+    tracker.finish(write_run(tmp_path, CELL, repeat=2, sweep="sweep4567"))
+    tracker.close()
+    network.open()  # ... and up when another begins
+    tracker = tracker_at(network.url, tmp_path, "down")
+    tracker.close()
+    assert sum(one["tags"]["kind"] == "run" for one in held(server, tmp_path, "down").values()) == 2
+
+
+def test_answers_that_are_lost_double_nothing(server: Server, network: Between, tmp_path: Path) -> None:
+    network.open()
+    folders = [write_run(tmp_path, CELL, repeat=number) for number in (1, 2)]
+    write_plan(folders, conclusion="Nothing failed.\n")
+    tracker = tracker_at(network.url, tmp_path, "lost")
+    for folder in folders:
+        network.lose = 3
+        tracker.open_sweep("sweep0123", "lost answers", 1)
+        tracker.finish(folder)
+        wait_for(lambda: network.lose == 0)
+    tracker.close_sweep("sweep0123")
+    wait_for(lambda: sum(one["status"] == "FINISHED" for one in held(server, tmp_path, "lost").values()) == 4)
+    tracker.close()
+    found = held(server, tmp_path, "lost")  # which looks for what is shown twice
+    for folder in folders:
+        points = found[folder.name]["points"]
+        assert sorted(step for step, _, _ in points["train/loss"]) == list(range(1, 13))
+
+
+def test_a_server_that_says_nothing_holds_nobody_up(
+    network: Between, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
+    network.silent = True
+    network.open()
+    tracker = tracker_at(network.url, tmp_path, "silent")
+    folder = write_run(tmp_path, CELL)
+    began = time.monotonic()
+    for _ in range(100):
+        tracker.tick(folder)
+    tracker.finish(folder)
+    assert time.monotonic() - began < 0.5
+    tracker.close()
+    assert time.monotonic() - began < 10
+    assert "tracking is behind" in capsys.readouterr().err
+
+
+def test_credentials_come_from_mlflows_own_variables_and_stay_there(network: Between, tmp_path: Path) -> None:
+    network.open()
+    tells = "import os; print(sorted(os.environ.items()))"
+    words = ["workload=command", f'workload.argv=["{{python}}",-c,"{tells}"]', f"store={tmp_path}/store"]
+    done = subprocess.run(
+        [sys.executable, "-m", "sweeper", *words, "tracking=server", f"tracking.uri={network.url}"],
+        env=os.environ | {"MLFLOW_TRACKING_USERNAME": "me", "MLFLOW_TRACKING_PASSWORD": "hush-hush"},
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert b"Authorization: Basic " + base64.b64encode(b"me:hush-hush") in network.heard
+    assert "hush" not in done.stdout + done.stderr
+    (log,) = tmp_path.glob("store/runs/*/child.log")
+    assert "PATH" in log.read_text()
+    for path in tmp_path.rglob("*"):
+        assert not path.is_file() or b"hush" not in path.read_bytes(), path
+    told = json.loads(next(tmp_path.glob("store/sweeps/*/tracking.json")).read_text())
+    assert (told["uri"], told["open"]) == (network.url, False)
