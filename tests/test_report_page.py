@@ -224,6 +224,20 @@ def test_runs_that_left_next_to_nothing_are_still_told(tmp_path: Path) -> None:
     assert all(path.stat().st_size for path in files)
 
 
+def test_levels_that_are_no_plain_words_are_drawn_as_they_are(tmp_path: Path) -> None:
+    odd = ["$\\frac", "<b>&amp;", "a\x1bb", "'{python}' -c \"x\" " + "long" * 30]
+    folders = []
+    for number, level in enumerate(odd):
+        told = [*events()[:2], FAILURE | {"message": "half a surrogate: \ud800"}] if number == 1 else events()
+        folders.append(write_run(tmp_path, {"args.what": str(number), "cache": "cold"}, told=told))
+        run = json.loads((folders[-1] / "run.json").read_text())
+        (folders[-1] / "run.json").write_text(json.dumps(run | {"cell": {"args.what": level, "cache": "cold"}}))
+    _, (html, *_) = page.write(planned(tmp_path, folders))
+    seen = Seen(html.read_text())
+    assert {"$\\frac", "<b>&amp;", "ab"} <= {text.strip() for text in seen.texts["text"]}
+    assert "b" not in seen.texts
+
+
 def test_two_hundred_cells_make_a_page_that_opens_at_once(tmp_path: Path) -> None:
     folders = []
     for wheel in range(5):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -112,7 +113,8 @@ def _heat(panel: Panel, low: float, high: float, room: float) -> str:
     high_px = 30.0 if lines <= 12 else 22.0
     turned = max(map(len, panel.columns)) * CHARACTER > wide - 6
     below = (min(90.0, max(map(len, panel.columns)) * CHARACTER * 0.75 + 14) if turned else 18.0) + 18 if panel.x else 4
-    above = 22.0 if panel.title else 6.0
+    title = textwrap.wrap(panel.title, max(12, int(columns * wide / CHARACTER))) if panel.x else [panel.title]
+    above = 8.0 + 15.0 * len(title) if panel.title else 6.0
     drawn = figure(left + columns * wide + 8, above + lines * high_px + below)
     axes = _axes(drawn, left, above, columns * wide, lines * high_px)
     axes.set(xlim=(0, columns), ylim=(lines, 0))
@@ -157,7 +159,7 @@ def _heat(panel: Panel, low: float, high: float, room: float) -> str:
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
     if panel.title:
-        axes.set_title(panel.title, loc="left" if panel.x else "right", pad=6)
+        axes.set_title("\n".join(title), loc="left" if panel.x else "right", pad=6)
     return inline(drawn, f"Ktok/s of each cell {panel.title}", titles)
 
 
@@ -228,6 +230,7 @@ def _cloud(factor: str, sizes: Mapping[str, float], runs: Sequence[Told]) -> str
     axes.scatter(at, [run.ktok_s or 0.0 for run in shown], gid="runs", **dots)
     if at and min(at) > 0 and max(at) > 30 * min(at):
         axes.set_xscale("log")
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     _finish(axes, factor, "Ktok/s", False)
     titles: dict[str, str | list[str]] = {"runs": [f"{run.label}: {run.ktok_s:.3f} Ktok/s" for run in shown]}
     return inline(drawn, f"Ktok/s of each run over {factor}", titles)

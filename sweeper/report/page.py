@@ -31,7 +31,7 @@ def write(folder: Path, stopped: str = "", out: Path | None = None) -> tuple[Sto
     place.mkdir(parents=True, exist_ok=True)
     made = {HTML: html(story), MARKDOWN: markdown(story), CSV: as_csv(story)}
     for name, text in made.items():
-        store.write(place / name, text)
+        store.write(place / name, text.encode("utf-8", "replace").decode())  # half a surrogate is no text
     return story, [place / name for name in made]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
@@ -35,6 +36,7 @@ XLINK = "http://www.w3.org/1999/xlink"
 STYLE: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "report",
+    "text.parse_math": False,  # a level may hold a dollar
     "font.size": 11.0,
     "text.color": THEME["ink"],
     "axes.edgecolor": THEME["grid"],
@@ -52,6 +54,7 @@ STYLE: Any = {
     "grid.linewidth": 0.7,
 }
 
+_NO_XML = re.compile(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _IDS = re.compile(r"url\(#([^)]+)\)")
 
 
@@ -70,10 +73,12 @@ def inline(drawn: Figure, about: str, titles: Mapping[str, str | list[str]] | No
     titles: what to tell of an artist when pointed at, by its gid; of a collection, a list with an entry a member.
     """
     out = io.BytesIO()
-    drawn.savefig(out, format="svg", transparent=True, metadata={"Date": None})
+    with warnings.catch_warnings():  # of letters that its own font lacks: the page's may have them
+        warnings.filterwarnings("ignore", "Glyph .* missing")
+        drawn.savefig(out, format="svg", transparent=True, metadata={"Date": None})
     ElementTree.register_namespace("", SVG)
     ElementTree.register_namespace("xlink", XLINK)
-    root = ElementTree.fromstring(out.getvalue())
+    root = ElementTree.fromstring(_NO_XML.sub("", out.getvalue().decode()))
     for metadata in root.findall(f"{{{SVG}}}metadata"):
         root.remove(metadata)
     width = root.attrib.pop("width").removesuffix("pt")
