@@ -22,21 +22,20 @@ def _cross_entropy(logits, labels, losses, predicted, slope, width, stride, BLOC
     at = tl.arange(0, BLOCK)
     label = tl.load(labels + row)
     right = tl.load(begin + label).to(tl.float32)  # before any warp can write the gradient there
-    # Each lane has a running maximum, where it was, and the sum of exponentials relative to it.
-    high = tl.full([BLOCK], float("-inf"), dtype=tl.float32)
+    # Each lane has a running maximum, where it was, and the sum of exponentials relative to it. The maximum begins
+    # finite, so that -inf is worth 0 and only what is not a number, or +inf, makes a loss that is none either.
+    high = tl.full([BLOCK], -1e38, dtype=tl.float32)
     total = tl.zeros([BLOCK], dtype=tl.float32)
     where = at
     for start in range(0, width, BLOCK):
         value = tl.load(begin + start + at, mask=start + at < width, other=float("-inf")).to(tl.float32)
         above = value > high
+        ratio = tl.exp(-tl.abs(value - high))  # one exponential, whichever of the two is larger
+        total = tl.where(above, total * ratio + 1.0, total + ratio)
         where = tl.where(above, start + at, where)
-        higher = tl.where(above, value, high)
-        # A lane that has seen nothing but -inf keeps a sum of zero; NaN stays NaN and reaches the loss.
-        total = total * tl.where(above, tl.exp(high - higher), 1.0)
-        total += tl.where(value == float("-inf"), 0.0, tl.exp(value - higher))
-        high = higher
+        high = tl.where(above, value, high)
     top = tl.max(high, 0)
-    whole = tl.sum(tl.where(high == float("-inf"), total, total * tl.exp(high - top)), 0)
+    whole = tl.sum(total * tl.exp(high - top), 0)
     likeliest = tl.min(tl.where(high == top, where, width), 0)  # the first of equals
     norm = top + tl.log(whole)
     tl.store(losses + row, norm - right)

@@ -56,7 +56,7 @@ def _turn_heads_forward(
     begin = source + token[:, None] * source_stride + at[None, :]
     for kind in tl.static_range(2):  # queries, then keys
         heads = HEADS if kind == 0 else KV_HEADS
-        out = q + token[:, None] * HEADS * 2 * HALF if kind == 0 else k + key[:, None] * KV_HEADS * 2 * HALF
+        goal = q + token[:, None] * HEADS * 2 * HALF if kind == 0 else k + key[:, None] * KV_HEADS * 2 * HALF
         scale = q_scale if kind == 0 else k_scale
         w_a = tl.load(scale + at, mask=wide, other=0.0).to(tl.float32)[None, :]
         w_b = tl.load(scale + HALF + at, mask=wide, other=0.0).to(tl.float32)[None, :]
@@ -66,9 +66,9 @@ def _turn_heads_forward(
             b = tl.load(here + HALF, mask=inside, other=0.0).to(tl.float32)
             factor = (1.0 / tl.sqrt_rn((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / (2 * HALF) + eps))[:, None]
             a, b = a * factor * w_a, b * factor * w_b
-            there_ = out + head * 2 * HALF + at[None, :]
-            tl.store(there_, (a * c - b * s).to(q.dtype.element_ty), mask=inside)
-            tl.store(there_ + HALF, (b * c + a * s).to(q.dtype.element_ty), mask=inside)
+            out = goal + head * 2 * HALF + at[None, :]
+            tl.store(out, (a * c - b * s).to(q.dtype.element_ty), mask=inside)
+            tl.store(out + HALF, (b * c + a * s).to(q.dtype.element_ty), mask=inside)
     for head in range(KV_HEADS):
         here = begin + (HEADS + KV_HEADS + head) * 2 * HALF
         out = v + (key * KV_HEADS + head)[:, None] * 2 * HALF + at[None, :]
@@ -101,8 +101,8 @@ def _turn_heads_backward(
         scale = q_scale if kind == 0 else k_scale
         w_a = tl.load(scale + at, mask=wide, other=0.0).to(tl.float32)[None, :]
         w_b = tl.load(scale + HALF + at, mask=wide, other=0.0).to(tl.float32)[None, :]
-        sum_a = tl.zeros([BLOCK], dtype=tl.float32)
-        sum_b = tl.zeros([BLOCK], dtype=tl.float32)
+        sum_a = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
+        sum_b = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
         for head in range(heads):
             g_a = tl.load(upstream + head * head_stride, mask=inside, other=0.0).to(tl.float32)
             g_b = tl.load(upstream + head * head_stride + HALF, mask=inside, other=0.0).to(tl.float32)
@@ -112,15 +112,15 @@ def _turn_heads_backward(
             b = tl.load(begin + column + HALF, mask=inside, other=0.0).to(tl.float32)
             factor = (1.0 / tl.sqrt_rn((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / (2 * HALF) + eps))[:, None]
             a, b = a * factor, b * factor
-            sum_a += tl.sum(t_a * a, 0)
-            sum_b += tl.sum(t_b * b, 0)
+            sum_a += t_a * a
+            sum_b += t_b * b
             t_a, t_b = t_a * w_a, t_b * w_b
             mean = ((tl.sum(t_a * a, 1) + tl.sum(t_b * b, 1)) / (2 * HALF))[:, None]
             tl.store(out + column, (factor * (t_a - a * mean)).to(d_source.dtype.element_ty), mask=inside)
             tl.store(out + column + HALF, (factor * (t_b - b * mean)).to(d_source.dtype.element_ty), mask=inside)
         sums = d_scales + (tl.program_id(0) * 2 + kind) * 2 * HALF + at
-        tl.store(sums, sum_a, mask=wide)
-        tl.store(sums + HALF, sum_b, mask=wide)
+        tl.store(sums, tl.sum(sum_a, 0), mask=wide)
+        tl.store(sums + HALF, tl.sum(sum_b, 0), mask=wide)
     for head in range(KV_HEADS):
         upstream = d_v + (row * v_row + place * v_place)[:, None] + head * v_head + at[None, :]
         column = (HEADS + KV_HEADS + head) * 2 * HALF

@@ -19,6 +19,9 @@ from dflash.pipeline.batch import Batch
 from dflash.pipeline.transfer import sent
 from dflash.settings import DISTILLING, JobSettings
 
+# Supervised slots are padded to a multiple, so that tensors come in few sizes and the allocator can reuse them.
+PADDED_TO = {"cuda": 256}
+
 
 @dataclass(frozen=True)
 class FrozenEnds:
@@ -68,7 +71,7 @@ def gradient_step(
     hidden = forward(tapped, sent(batch.position, device), x, sent(blocks.position, device), mask)
 
     # Which slots carry loss is known on the CPU: no head for the others, and no wait for the device.
-    slots = _Supervised.of(blocks, block, padded_to=256 if device.type == "cuda" else 1)
+    slots = _Supervised.of(blocks, block, PADDED_TO.get(device.type, 1))
     at, labels = sent(slots.at, device), sent(blocks.labels.flatten()[slots.at], device)
     weight = sent(blocks.weight.flatten()[slots.at], device)
     loss = head_loss(
@@ -116,10 +119,7 @@ class _Supervised:
 
     @classmethod
     def of(cls, blocks: Blocks, block: int, padded_to: int) -> _Supervised:
-        """Padded to a multiple, so that a step's tensors come in few sizes and the device's allocator reuses them.
-
-        Padding is the first slot of all, an anchor's, which never carries loss: its weight and label are 0.
-        """
+        """Padding is the first slot of all, an anchor's, which never carries loss: its weight and label are 0."""
         found = blocks.weight.flatten().nonzero().squeeze(-1)
         at = torch.nn.functional.pad(found, (0, -len(found) % padded_to))
         return cls(at, at // block, at % block, len(found))
