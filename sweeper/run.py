@@ -35,7 +35,7 @@ class Session:
     # Snapshot keys whose priming failed in this session, and why: it is not tried again for each repeat.
     unprimed: dict[str, snapshots.Fault] = field(default_factory=dict)
     began: float = field(default_factory=time.time)
-    # Of a harness that is a job itself: what job.json says of it; and who asked for the end, as cause and in words.
+    # Of a harness that is a job itself: what slurm.json says of it; and who asked for the end, as cause and in words.
     job: dict[str, Any] | None = None
     asked: Callable[[], tuple[str, str]] = lambda: ("sweep.interrupted", "interrupted")
 

@@ -30,7 +30,7 @@ from sweeper.verdict import Verdict, named
 RUN_FILE = "run.json"
 SPEC_FILE = "spec.json"
 VERDICT_FILE = "verdict.json"
-JOB_FILE = "job.json"  # of a run that a scheduler was given: which job it is; touched while the job works on it
+JOB_FILE = "slurm.json"  # of a run that a scheduler was given: which job it is; touched while the job works on it
 CACHES = "caches"
 # A run's record is written at once after its directory is made; one that has none for so long will get none.
 UNRECORDED_S = 60.0

@@ -81,9 +81,13 @@ class Told:
 class Beat(Nothing):
     """In place of tracking, which has one writer, the command that watches: shows that the job is alive."""
 
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
     def tick(self, run_dir: Path) -> None:
-        with contextlib.suppress(OSError):
-            os.utime(run_dir / store.JOB_FILE)
+        for folder in {run_dir, self.folder}:  # a priming run comes before the job's own
+            with contextlib.suppress(OSError):
+                os.utime(folder / store.JOB_FILE)
 
 
 class Log:
@@ -126,7 +130,7 @@ def carry_out(job: Job) -> str:
             job.options,
             job.sweep,
             Log(),
-            Beat(),
+            Beat(folder),
             told.count,
             job=record,
             asked=lambda: why(told, me, began, job.options, folder),
@@ -144,8 +148,11 @@ def carry_out(job: Job) -> str:
         cause = store.attempt(folder).cause
         if cause in REQUEUED and _goes_on(cause, job.run, folder):
             Log().note(f"{cause}: back into the queue")
+            heard, until = len(told.heard), time.monotonic() + KILL_S
             if slurm.requeue(me):
-                time.sleep(KILL_S)  # Slurm ends it; to end by itself now would be to have completed
+                # To end by itself, before Slurm ends it, would be to have completed.
+                while len(told.heard) == heard and time.monotonic() < until:
+                    time.sleep(0.1)
     return folder.name
 
 

@@ -22,7 +22,7 @@ from sweeper.verdict import Verdict, named
 POLL_S = 1.0
 QUEUE_S = 5.0  # between two questions to Slurm
 # From a job's end, as Slurm tells it, to the belief that its records will not show up any more: shared file systems
-# keep what they saw of a directory for some seconds.
+# keep what they saw of a directory for some seconds, and a job shows that it lives every five.
 SETTLE_S = 12.0
 SILENT_S = 300.0  # without a sign of life, where Slurm says nothing of the job
 
@@ -54,10 +54,10 @@ def close_dead(folders: Iterable[Path]) -> list[Path]:
     waiting = [one for one in folders if (one / store.JOB_FILE).exists() and not (one / store.VERDICT_FILE).exists()]
     if not waiting:
         return []
-    gone = _gone(waiting, slurm.queue())
+    gone = {folder: _beat(folder) for folder in _gone(waiting, slurm.queue())}
     if gone:
         time.sleep(SETTLE_S)
-    return [folder for folder in gone if close(folder)]
+    return [folder for folder, beat in gone.items() if _beat(folder) == beat and close(folder)]
 
 
 def close(folder: Path) -> bool:
@@ -98,7 +98,8 @@ class _Follow:
     of: Watched
     events: EventReader
     shown: bool = False
-    gone: float | None = None  # when it was first seen to be gone
+    gone: float | None = None  # since when Slurm says that it is gone, and it has shown no sign of life
+    beat: float | None = None
     over: bool = False
 
 
@@ -171,10 +172,15 @@ def _step(one: _Follow, session: run.Session, queue: dict[str, slurm.Job] | None
     if one.shown:
         session.tracking.tick(folder)
     attempt = store.attempt(folder)
+    beat = _beat(folder)
+    # A job that Slurm has lost may go on all the same: its daemon on the node may have died, not the job.
+    one.gone = (one.gone or time.monotonic()) if _gone([folder], queue) and beat == one.beat else None
+    one.beat = beat
+    settled = hurry or (one.gone is not None and time.monotonic() - one.gone >= SETTLE_S)
     if attempt.verdict:
         newer = [each for each in store.siblings(folder) if each.number > attempt.number]
-        if not newer and attempt.cause in REQUEUED and not hurry and _alive([folder], queue):
-            return  # the job is in the queue again, and will claim the next attempt when it starts
+        if not newer and attempt.cause in REQUEUED and not settled:
+            return  # the job goes back into the queue, and claims the next attempt when it starts
         session.tracking.finish(folder)
         session.display.run_ended(label, attempt.verdict, run=place)
         if newer:
@@ -182,12 +188,8 @@ def _step(one: _Follow, session: run.Session, queue: dict[str, slurm.Job] | None
             one.events = EventReader(one.of.folder / EVENTS_FILE)
         else:
             one.over = True
-    elif hurry or _gone([folder], queue):
-        one.gone = one.gone or time.monotonic()
-        if hurry or time.monotonic() - one.gone >= SETTLE_S:
-            close(folder)
-    else:
-        one.gone = None
+    elif settled:
+        close(folder)
 
 
 def _stop(following: Iterable[_Follow], ask: bool) -> None:
@@ -222,14 +224,20 @@ def _gone(folders: Sequence[Path], queue: dict[str, slurm.Job] | None) -> list[P
     return found
 
 
+def _beat(folder: Path) -> float | None:
+    """When the job last showed that it lives, by the file system's clock: good to be compared with itself alone."""
+    try:
+        return (folder / store.JOB_FILE).stat().st_mtime
+    except OSError:
+        return None
+
+
 def _silent(folder: Path) -> bool:
     """Whether a job that had begun has shown no sign of life for so long that it must be dead."""
     if "started" not in (store.read_json(folder / store.RUN_FILE) or {}):
         return False
-    try:
-        return time.time() - (folder / store.JOB_FILE).stat().st_mtime > SILENT_S
-    except OSError:
-        return False
+    beat = _beat(folder)
+    return beat is not None and time.time() - beat > SILENT_S
 
 
 def _summary(following: Sequence[_Follow], queue: dict[str, slurm.Job] | None) -> str:
