@@ -25,6 +25,7 @@ STATES = ("cold", "warm", "foreign", "standalone", "mixed", "unproved")
 COLOURS = "cividis"  # one scale from dark to light for every eye, also in grey
 CHARACTER = 6.3  # pixels that a character takes at 11 pixels, about
 WIDTH, HALF = 1110.0, 540.0  # of the page, for a chart that has it to itself, and for two beside each other
+BAR = 440.0  # pixels that all runs of a level are long
 MOST_ROWS = 25  # cells below each other where there is one list of them
 MOST_LEVELS = 40  # of a factor on an axis
 MOST_STRIPS = 16  # levels that stand beside each other, where they could be numbers on an axis
@@ -348,8 +349,8 @@ def verdicts(story: Story) -> str:
         at += 0.5 if number and lines[number - 1][0] != factor else 0.0
         places.append(at)
         at += 1
-    drawn = figure(left + 560 + 60, at * 22 + 30)
-    axes = _axes(drawn, left, 4, 560, at * 22)
+    drawn = figure(left + BAR + 60, at * 22 + 30)
+    axes = _axes(drawn, left, 4, BAR, at * 22)
     axes.set(xlim=(0, 1), ylim=(at, 0))
     titles: dict[str, str | list[str]] = {}
     for (factor, level, runs), place in zip(lines, places, strict=True):
@@ -364,8 +365,8 @@ def verdicts(story: Story) -> str:
             for bar in axes.patches[-1:]:
                 bar.set_gid(name)
             titles[name] = f"{factor}={level}: {count} of {_runs(len(runs))} {verdict} ({share:.0%})"
-            said = f"{verdict} {count}" if share * 560 > (len(verdict) + 4) * CHARACTER else str(count)
-            if share * 560 > 14:
+            said = f"{verdict} {count}" if share * BAR > (len(verdict) + 4) * CHARACTER else str(count)
+            if share * BAR > 14:
                 inside: dict[str, Any] = {"ha": "center", "va": "center", "color": THEME["paper"], "fontsize": 10}
                 axes.text(start + share / 2, place + 0.5, said, **inside)
             start += share
