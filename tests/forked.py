@@ -22,12 +22,11 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import IO
 
-# What a command imports, by its package; found out by its first use otherwise.
+# What a package's commands import on their way.
 PRELOADED = {
-    "dflash": ("dflash.train", "dflash.commands.train", "dflash.evaluator", "dflash.export", "torch._dynamo"),
-    "sweeper": ("sweeper.__main__", "sweeper.sweep", "sweeper.bisect.__main__", "sweeper.wheels.__main__"),
+    "dflash": ("dflash.train", "dflash.evaluator", "torch._dynamo"),
+    "sweeper": ("sweeper.__main__", "sweeper.sweep", "sweeper.analysis.conclude", "scipy.stats", "rich.console"),
 }
 
 
@@ -37,6 +36,7 @@ class Forked:
     def __init__(self, module: str, *arguments: str, cwd: Path | str | None = None, session: bool = False) -> None:
         self.args = [sys.executable, "-m", module, *arguments]
         self.returncode: int | None = None
+        self._said, self._readers = ["", ""], list[threading.Thread]()
         (out, out_end), (err, err_end), (self._status, status_end) = os.pipe(), os.pipe(), socket.socketpair()
         self.stdout, self.stderr = (os.fdopen(end, errors="replace") for end in (out, err))
         asked = {"module": module, "arguments": arguments, "cwd": str(cwd or Path.cwd()), "session": session}
@@ -66,26 +66,20 @@ class Forked:
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
         """All that was written to standard output and error, once the command has ended and nobody holds them."""
-        if self.stdout.closed:
-            return "", ""
-        said = ["", ""]
-
-        def read(number: int, stream: IO[str]) -> None:
-            said[number] = stream.read()
-            stream.close()
-
-        readers = [
-            threading.Thread(target=read, args=(number, stream), daemon=True)
-            for number, stream in enumerate((self.stdout, self.stderr))
-        ]
-        for reader in readers:
-            reader.start()
+        if not self._readers:
+            self._readers = [threading.Thread(target=self._read, args=(number,), daemon=True) for number in (0, 1)]
+            for reader in self._readers:
+                reader.start()
         self.wait(timeout)
-        for reader in readers:
+        for reader in self._readers:
             reader.join(timeout)
             if reader.is_alive():
                 raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
-        return said[0], said[1]
+        return self._said[0], self._said[1]
+
+    def _read(self, number: int) -> None:
+        with (self.stdout, self.stderr)[number] as stream:
+            self._said[number] = stream.read()
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
@@ -117,7 +111,10 @@ class _Server:
         self._asking = threading.Lock()
         self._control, theirs = socket.socketpair()
         command = [sys.executable, __file__, str(theirs.fileno()), *PRELOADED[package]]
-        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        # A session of its own: an interrupt from the terminal is for the tests to deal with.
+        self._process = subprocess.Popen(
+            command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
+        )
         theirs.close()
         atexit.register(self._close)
 

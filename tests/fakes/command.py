@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from forked import Forked
 
 # A page costs some seconds, and few tests look at it; those ask for it.
 QUICK = ["report=false"]
@@ -23,25 +24,16 @@ def workload(way: str, argument: Path | str = "") -> list[str]:
 
 
 @contextmanager
-def started(store: Path, *arguments: str, module: str = "sweeper") -> Iterator[subprocess.Popen[str]]:
+def started(store: Path, *arguments: str, module: str = "sweeper") -> Iterator[Forked]:
     """The command, running, with a store of its own and no tracking, in the directory that holds the store.
 
     Whatever becomes of the test, the command has ended afterwards, and its leash ends what it started.
     """
-    process = subprocess.Popen(
-        [sys.executable, "-m", module, *QUICK, *arguments, f"store={store}", "tracking=none"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-        cwd=store.parent,
-        start_new_session=True,
-    )
+    process = Forked(module, *arguments, f"store={store}", "tracking=none", cwd=store.parent, session=True)
     try:
         yield process
     finally:
-        if process.poll() is None:
-            process.kill()
+        process.kill()
         process.communicate()
 
 
