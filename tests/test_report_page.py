@@ -18,6 +18,7 @@ from fakes.command import sweeper, workload
 from hypothesis import given
 from hypothesis import strategies as st
 from made_up import BEGAN, events, proof, write_run
+from markdown_it import MarkdownIt
 
 from sweeper.analysis.sentences import sentences
 from sweeper.report import __main__ as command
@@ -184,8 +185,6 @@ def test_the_csv_has_every_run_with_its_figures(sweep: Path) -> None:
 
 
 def test_the_markdown_renders_as_one_table_with_the_conclusion(sweep: Path) -> None:
-    from markdown_it import MarkdownIt
-
     rendered = MarkdownIt("commonmark").enable("table").render((sweep / page.MARKDOWN).read_text())
     seen = Seen(rendered)
     heads, lines = table.texts(gather(sweep).rows)
@@ -232,10 +231,13 @@ def test_levels_that_are_no_plain_words_are_drawn_as_they_are(tmp_path: Path) ->
         folders.append(write_run(tmp_path, {"args.what": str(number), "cache": "cold"}, told=told))
         run = json.loads((folders[-1] / "run.json").read_text())
         (folders[-1] / "run.json").write_text(json.dumps(run | {"cell": {"args.what": level, "cache": "cold"}}))
-    _, (html, *_) = page.write(planned(tmp_path, folders))
+    _, (html, markdown, _) = page.write(planned(tmp_path, folders))
     seen = Seen(html.read_text())
     assert {"$\\frac", "<b>&amp;", "ab"} <= {text.strip() for text in seen.texts["text"]}
     assert "b" not in seen.texts
+    rendered = Seen(MarkdownIt("commonmark").enable("table").render(markdown.read_text()))
+    assert {"$\\frac", "<b>&amp;"} <= set(rendered.texts["td"])
+    assert not {"b", "em"} & set(rendered.texts)
 
 
 def test_two_hundred_cells_make_a_page_that_opens_at_once(tmp_path: Path) -> None:

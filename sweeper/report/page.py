@@ -150,13 +150,13 @@ def _environment() -> Any:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters |= {"pipe": _pipe, "fenced": _fenced, "key": _key}
+    made.filters |= {"prose": _prose, "fenced": _fenced, "key": _key}
     return made
 
 
-def _pipe(text: str) -> str:
-    """A text as a cell of a Markdown table."""
-    return " ".join(text.split()).replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;") or " "
+def _prose(text: str) -> str:
+    """A text as one line of Markdown that means what it says, also as a cell of a table."""
+    return re.sub(r"([\\`*<\[|&])", r"\\\1", " ".join(text.split())) or " "
 
 
 def _fenced(text: str) -> str:
