@@ -201,7 +201,7 @@ def conclude(runs: Iterable[spec.Run], session: run.Session, why: str = "") -> d
             store.write(folder / name, content)
     except OSError as error:
         session.display.note(f"the table could not be kept in {folder} ({error})")
-    if session.options.report:
+    if session.options.report and session.interrupted() < 2:  # who asks twice does not wait for a page
         session.display.note(page.kept(folder, why))
     session.tracking.close_sweep(session.sweep)  # shows what the folder holds
     return {identity: last.verdict["verdict"] for identity, last in latest if last.verdict}
