@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes.command import sweeper, workload
+from fakes.command import sweeper
 from hypothesis import given
 from hypothesis import strategies as st
 from made_up import BEGAN, events, proof, write_run
@@ -328,12 +328,16 @@ def test_a_report_that_fails_is_told_and_harms_nothing(tmp_path: Path) -> None:
     assert f"python -m sweeper.report {tmp_path}" in told
 
 
-def test_a_sweep_ends_with_its_report(tmp_path: Path) -> None:
-    done = sweeper(tmp_path / "store", *workload("steps"), "report=true")
+def test_a_sweep_ends_with_its_report_and_any_command_has_its_memory_in_it(tmp_path: Path) -> None:
+    waits = "workload.argv=['{python}','-c','import time; held = bytearray(200 << 20); time.sleep(3)']"
+    done = sweeper(tmp_path / "store", "workload=command", waits, "report=true")
     assert done.returncode == 0, done.stderr
     (folder,) = (tmp_path / "store" / "sweeps").iterdir()
     assert f"report: {folder / page.HTML}" in done.stderr
     assert all((folder / name).stat().st_size for name in page.FILES)
+    (run,) = gather(folder).runs
+    assert max(gigabytes for _, gigabytes in run.timeline.memory) > 0.2
+    assert run.timeline.busy
 
 
 # Clicks on what can be clicked, and tells in the page what came of it.
