@@ -113,17 +113,24 @@ class Drafter(nn.Module):
                     parameter.data.div_((2 * g.layers) ** 0.5)
 
     def forward(
-        self, features: Tensor, context_position: Tensor, x: Tensor, block_position: Tensor, mask: DFlashMask
+        self,
+        features: Tensor,
+        context_position: Tensor,
+        x: Tensor,
+        block_position: Tensor,
+        mask: DFlashMask,
+        alike: bool = False,
     ) -> Tensor:
         """Hidden states of every block slot, ready for the target's head.
 
         features [R, S, taps * H]; context_position [R, S]; x [R, Q, H], the embedded block inputs;
         block_position [R, Q]. Gives [R, Q, H]. Each layer has its own window, whatever the mask's is.
+        `alike`: past their anchors all blocks hold one token, the mask; it may save work and changes nothing.
         """
         if fused.usable(x):
             from dflash.fused import layer as passes  # here, because it needs Triton
 
-            return passes.forward(self, features, context_position, x, block_position, mask)
+            return passes.forward(self, features, context_position, x, block_position, mask, alike)
         seen = self.seen(mask)
         context = self.hidden_norm(self.fc(features))
         turn = self._turn(torch.cat([context_position, block_position], dim=1)).to(x.dtype)

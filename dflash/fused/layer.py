@@ -32,6 +32,7 @@ def forward(
     x: Tensor,
     block_position: Tensor,
     mask: DFlashMask,
+    alike: bool = False,
 ) -> Tensor:
     """As Drafter.forward."""
     g = drafter.geometry
@@ -55,9 +56,14 @@ def forward(
         drafter.layers, context.split(context_part.width, dim=1), drafter.geometry.windows, strict=True
     ):
         a = layer.self_attn
-        stream, projected = _norm_linear(
-            stream, rest, layer.input_layernorm, [a.q_proj.weight, a.k_proj.weight, a.v_proj.weight]
-        )
+        weights = [a.q_proj.weight, a.k_proj.weight, a.v_proj.weight]
+        if rest is None and alike:
+            # In the first layer a block differs from the next in its anchor alone, so the products are made of
+            # the anchors and of one mask token.
+            few = torch.cat([stream[:: mask.block], stream[1:2]])
+            projected = _Spread.apply(_norm_linear(few, None, layer.input_layernorm, weights)[1], mask.block)
+        else:
+            stream, projected = _norm_linear(stream, rest, layer.input_layernorm, weights)
         q, k, v = _TurnHeads.apply(
             projected, own, a.q_norm.weight, a.k_norm.weight, turn, a.q_norm.eps, block_part, context_part
         )
@@ -100,6 +106,25 @@ class _NormLinear(Function):
         del d_y
         parts = d_out.split([len(w) for w in weights], dim=1) if weights else ()
         return d_x, d_x if beside else None, d_scale, None, *(part.t() @ y for part in parts)
+
+
+class _Spread(Function):
+    """Rows of N anchors and one mask token [N + 1, W] -> those of all blocks' slots [N * B, W]."""
+
+    @staticmethod
+    def forward(ctx: Any, few: Tensor, block: int) -> Tensor:
+        ctx.block = block
+        out = few.new_empty(len(few) - 1, block, few.shape[1])
+        out[:, 0] = few[:-1]
+        out[:, 1:] = few[-1]
+        return out.flatten(0, 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> Any:
+        by_block = upstream.unflatten(0, (-1, ctx.block))
+        masks = by_block.sum(0, dtype=torch.float32)[1:].sum(0, keepdim=True)
+        return torch.cat([by_block[:, 0], masks.to(upstream.dtype)]), None
 
 
 class _TurnHeads(Function):

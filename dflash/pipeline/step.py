@@ -68,7 +68,7 @@ def gradient_step(
     if ends.embedding_scale != 1.0:
         x *= ends.embedding_scale
     mask = DFlashMask(sent(batch.document, device), sent(batch.anchors, device), block)
-    hidden = forward(tapped, sent(batch.position, device), x, sent(blocks.position, device), mask)
+    hidden = forward(tapped, sent(batch.position, device), x, sent(blocks.position, device), mask, alike=True)
 
     # Which slots carry loss is known on the CPU: no head for the others, and no wait for the device.
     slots = _Supervised.of(blocks, block, PADDED_TO.get(device.type, 1))
