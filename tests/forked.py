@@ -25,8 +25,13 @@ from pathlib import Path
 
 # What a package's commands import on their way.
 PRELOADED = {
-    "dflash": ("dflash.train", "dflash.evaluator", "torch._dynamo"),
-    "sweeper": ("sweeper.__main__", "sweeper.sweep", "sweeper.analysis.conclude", "scipy.stats", "rich.console"),
+    "dflash": ["dflash.train", "dflash.evaluator", "torch._dynamo"],
+    "sweeper": [
+        *("sweeper.__main__", "sweeper.sweep", "sweeper.complaints", "sweeper.display", "sweeper.analysis.conclude"),
+        *("sweeper.report.page", "sweeper.report.charts", "matplotlib.figure", "matplotlib.backends.backend_svg"),
+        *("scipy.stats", "jinja2", "rich.table", "hydra_plugins.sweeper_launcher.launcher"),
+        *("hydra._internal.core_plugins.basic_sweeper", "hydra._internal.core_plugins.bash_completion"),
+    ],
 }
 
 
@@ -46,7 +51,9 @@ class Forked:
             os.close(end)
         status_end.close()
         self._told = self._status.makefile()
-        self.pid = int(self._told.readline())
+        pid = self._told.readline()
+        assert pid, f"the process that forks commands of {module} could not import what they need"
+        self.pid = int(pid)
 
     def poll(self) -> int | None:
         try:
