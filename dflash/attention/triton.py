@@ -126,9 +126,12 @@ def _attention(
     sizes = _forward_tiles(width, q.itemsize)
     pack = _pack(heads // key_heads, sizes.queries)
     if slots:
-        longest_key = torch.linalg.vector_norm(k, dim=-1, dtype=torch.float32).amax(-1)
+        longest_key = q.new_zeros(rows, key_heads, dtype=torch.float32)
         grid = (triton.cdiv(slots, sizes.queries // pack), heads // pack, rows)
         with _launch(q):
+            kernels.longest_keys[(min(64, triton.cdiv(k.shape[2], 128)), key_heads, rows)](
+                _tiled(k, 128), longest_key, k.shape[2], KEYS=128, D=width
+            )
             kernels.forward[grid](
                 q, _tiled(k, sizes.keys), _tiled(v, sizes.keys), out, lse, anchor, first, longest_key,
                 *q.stride()[:3], *out.stride()[:3],

@@ -116,6 +116,17 @@ def _soften(scores, scale, top, total, acc):
 
 
 @triton.jit
+def longest_keys(keys, out, length, KEYS: tl.constexpr, D: tl.constexpr):
+    """The square of the longest key's norm, float32 [R, Hkv], which must hold zeros before."""
+    tile, key_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    longest = 0.0
+    for at in range(tile * KEYS, length, tl.num_programs(0) * KEYS):
+        k = _read(keys, row, key_head, at, KEYS, D).to(tl.float32)
+        longest = tl.maximum(longest, tl.max(tl.sum(k * k, 1)))
+    tl.atomic_max(out + row * tl.num_programs(1) + key_head, longest)
+
+
+@triton.jit
 def forward(
     q, keys, values, out, lse, anchor, first, longest_key,
     q_r, q_h, q_s, o_r, o_h, o_s,
@@ -128,9 +139,10 @@ def forward(
     A tile holds PACK query heads of one key head times M / PACK slots: its rows then share few anchors, and hardly a
     key tile but the last is partly hidden. The last tiles come first, since late anchors see most.
 
-    Softmax needs its maximum only so that nothing overflows. No score exceeds |q| |k| (longest_key float32 [R, Hkv]);
-    where that stays below `limit`, the whole tiles do without: no maximum, and no scaling of what was gathered, which
-    is a third of the loop's instructions. Drafters with q_norm and k_norm are there unless these weights grow large.
+    Softmax needs its maximum only so that nothing overflows. No score exceeds |q| |k|; where that bound, with the
+    longest key of `longest_keys`, stays below `limit`, the tiles that are seen in full do without a maximum and
+    without scaling what was gathered, a third of the loop's instructions. q_norm and k_norm keep a drafter there
+    as long as the product of their weights stays below about 4.
     """
     SLOTS: tl.constexpr = M // PACK
     packs = group // PACK
@@ -147,7 +159,7 @@ def forward(
     at = q + row * q_r + head * q_h + slot.to(tl.int64) * q_s
     query = tl.load(at[:, None] + d[None, :], mask=there[:, None], other=0.0)
     longest = tl.max(tl.sum(query.to(tl.float32) * query.to(tl.float32), 1))
-    bound = tl.sqrt(longest) * tl.load(longest_key + row * (tl.num_programs(1) // packs) + key_head) * scale
+    bound = tl.sqrt(longest * tl.load(longest_key + row * (tl.num_programs(1) // packs) + key_head)) * scale
     top = tl.full([M], HIDDEN, tl.float32)
     total = tl.zeros([M], tl.float32)
     acc = tl.zeros([M, D], tl.float32)
