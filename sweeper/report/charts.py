@@ -140,9 +140,7 @@ def _heat(panel: Panel, low: float, high: float, room: float) -> str:
         axes.add_patch(Rectangle((at + 0.02, line + 0.03), 0.96, 0.94, gid=name, **look))
         lift = 0.12 if small and high_px > 25 else 0.0
         text: dict[str, Any] = {"ha": "center", "va": "center", "color": ink}
-        # A text lies over its cell and would hide the cell's title.
-        axes.text(at + 0.5, line + 0.5 - lift, said, fontsize=10.5, gid=f"{name}text", **text)
-        titles[f"{name}text"] = titles[name]
+        axes.text(at + 0.5, line + 0.5 - lift, said, fontsize=10.5, **text)
         if small and high_px > 25:
             axes.text(at + 0.5, line + 0.78, small, fontsize=8, **text)
     if panel.x:
@@ -360,10 +358,9 @@ def verdicts(story: Story) -> str:
             if not count:
                 continue
             share, name = count / len(runs), f"bar{len(titles)}"
-            look: dict[str, Any] = {"color": THEME[verdict], "edgecolor": THEME["paper"], "linewidth": 1.0, "gid": name}
-            axes.barh(place + 0.5, share, left=start, height=0.78, **look)
-            for bar in axes.patches[-1:]:
-                bar.set_gid(name)
+            look: dict[str, Any] = {"color": THEME[verdict], "edgecolor": THEME["paper"], "linewidth": 1.0}
+            (bar,) = axes.barh(place + 0.5, share, left=start, height=0.78, **look)
+            bar.set_gid(name)
             titles[name] = f"{factor}={level}: {count} of {_runs(len(runs))} {verdict} ({share:.0%})"
             said = f"{verdict} {count}" if share * BAR > (len(verdict) + 4) * CHARACTER else str(count)
             if share * BAR > 14:

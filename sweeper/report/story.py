@@ -35,13 +35,12 @@ Points = list[tuple[float, float]]  # (seconds since the run's start, value)
 class Timeline:
     """What a run was at: queue in MiB, memory in GB, busy in shares of its GPUs (0 to 1) or in processors.
 
-    first_step, window: when the first step ended and the measured window opened; None where they did not.
+    window: when the measured window opened; None where it did not.
     """
 
     queue: Points = field(default_factory=list)
     memory: Points = field(default_factory=list)
     busy: Points = field(default_factory=list)
-    first_step: float | None = None
     window: float | None = None
     on_gpu: bool = False
 
@@ -195,7 +194,6 @@ def _timeline(one: Attempt, events: list[dict[str, Any]]) -> Timeline:
         ),
         memory=_since(began, memory),
         busy=_since(began, busy),
-        first_step=done[0].t - began if done else None,
         window=None if opened is None else opened - began,
         on_gpu=on_gpu,
     )
