@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,6 +11,8 @@ import pytest
 if TYPE_CHECKING:
     from dflash.probe import Probe
 
+# Tests of one worker share this machine with those of the others, and must not see their runs beside their own.
+os.environ.setdefault("SWEEPER_LEASES", tempfile.mkdtemp(prefix="leases-"))
 # Workers of the jobs under test share two cores; a pool of threads in each only makes them wait.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
