@@ -52,26 +52,30 @@ class Tiles:
     stages: int
 
 
-# Of context_backward; also what Ranges.tiles counts in.
-BACKWARD_QUERIES, BACKWARD_KEYS = 64, 64
-
-OWN_ROWS, OWN_WARPS = 32, 4
-
-# Below this no exp2 of a score overflows, nor does a sum of a million, and its inverse is far from float32's smallest.
-LARGEST_EXPONENT = {torch.float16: 8.0}
-LARGEST_EXPONENT_ELSE = 60.0
+# Chosen on an H200 for head dimensions 64 and 128 in 16 bits (docs/STRATEGIES.md). What they have in common: two
+# programs fit on a multiprocessor, and while one does its exponentials the other has the tensor cores. Fixed, because
+# trying out would cost more at the first step than it could win. Wider types get what fits.
 
 
 def _forward_tiles(width: int, item: int) -> Tiles:
-    return Tiles(128, 64, 4, 2) if item == 2 else Tiles(64, 32, 4, 2)
+    return Tiles(128, 64, 4, 3 if width <= 64 else 2) if item == 2 else Tiles(64, 32, 4, 2)
 
 
 def _context_tiles(width: int, item: int) -> Tiles:
-    return Tiles(BACKWARD_QUERIES, BACKWARD_KEYS, 4, 2 if item == 2 else 1)
+    return Tiles(BACKWARD_QUERIES, BACKWARD_KEYS, 4, (3 if width <= 64 else 2) if item == 2 else 1)
 
 
 def _query_tiles(width: int, item: int) -> Tiles:
-    return Tiles(64, 64, 4, 2) if item == 2 else Tiles(64, 32, 4, 1)
+    return Tiles(64, 64, 4, 3 if width <= 64 else 2) if item == 2 else Tiles(64, 32, 4, 1)
+
+
+# Of context_backward; Ranges.tiles is counted in them.
+BACKWARD_QUERIES, BACKWARD_KEYS = 64, 64
+OWN_ROWS, OWN_WARPS = 32, 4
+
+# Scores, in log2, that need no maximum: their exp2, the sum of a million of them and its inverse are all far from the
+# ends of the type that holds the probabilities.
+LARGEST_EXPONENT = {torch.float16: 8.0, torch.bfloat16: 60.0, torch.float32: 60.0}
 
 
 def prepare_ranges(mask: DFlashMask) -> Ranges:
@@ -136,7 +140,7 @@ def _attention(
                 q, _tiled(k, sizes.keys), _tiled(v, sizes.keys), out, lse, anchor, first, longest_key,
                 *q.stride()[:3], *out.stride()[:3],
                 heads // key_heads, k.shape[2] - slots, slots, lse.shape[2], slots // block, window,
-                _log2_scale(width), LARGEST_EXPONENT.get(q.dtype, LARGEST_EXPONENT_ELSE),
+                _log2_scale(width), LARGEST_EXPONENT[q.dtype],
                 M=sizes.queries, KEYS=sizes.keys, D=width, B=block, PACK=pack, PRECISION=_precision(q),
                 num_warps=sizes.warps, num_stages=sizes.stages,
             )  # fmt: skip
