@@ -6,6 +6,7 @@ import csv
 import itertools
 import json
 import math
+import re
 import shutil
 import socket
 import sqlite3
@@ -19,6 +20,7 @@ from typing import Any
 import pytest
 from made_up import BEGAN, add_events, evaluated, events, fanout, finish_run, proof, write_plan, write_run
 
+from dflash.settings import SettingError
 from sweeper import sync, tracking
 from sweeper.tracking import place
 from sweeper.tracking.view import View, alive
@@ -271,15 +273,151 @@ def test_a_long_run_shows_its_details_now_and_then(store: Path) -> None:
     assert {1, 2050} <= set(details)
 
 
-def test_a_lost_tracking_store_is_rebuilt(fresh: Path, store: Path) -> None:
-    write_run(store, CELL, repeat=1)
-    write_run(store, CELL, repeat=2, told=events(steps=2)[:-1], exit_code=1)
-    catch_up(store)
-    before = {name: run.data.params for name, run in shown(store).items()}
+def everything(store: Path) -> dict[str, Any]:
+    """All that MLflow shows of a store, but for what it numbers and dates by itself."""
+    found: dict[str, Any] = {}
+    its = client(store)
+    for run in runs(store):
+        tags = {key: value for key, value in run.data.tags.items() if key != "sweeper.harness_pid"}
+        points = {
+            key: [(m.step, m.timestamp, m.value) for m in its.get_metric_history(run.info.run_id, key)]
+            for key in run.data.metrics
+        }
+        files = {
+            one.path: Path(its.download_artifacts(run.info.run_id, one.path)).read_bytes()
+            for one in its.list_artifacts(run.info.run_id)
+        }
+        name = f"{tags['kind']} {tags.get('sweeper.run', '')}{tags.get('sweeper.cell', '')}"
+        assert name not in found
+        found[name] = [run.info.run_name, run.info.status, run.data.params, tags, points, files]
+    for model in its.search_logged_models(["1"]):
+        folder = Path(model.artifact_location.removeprefix("file://"))
+        weights = (folder / "model.safetensors").read_bytes()
+        found[f"model {model.name}"] = [model.params, str(model.status), model.tags["sweeper.run"], weights]
+    return found
+
+
+def test_a_deleted_tracking_store_is_rebuilt_whole(fresh: Path, store: Path) -> None:
+    ended = [write_run(store, CELL, repeat=n, told=events(steps=12 + n)) for n in (1, 2, 3)]
+    failed = write_run(store, CELL | {"compile": "whole"}, told=events(steps=2)[:-1], exit_code=1)
+    save_drafter(ended[0])
+    write_plan([*ended, failed], conclusion="1 of 4 runs failed.\n")
+    assert catch_up(store) == (4, 0)
+    before = everything(store)
+    assert len(before) == 4 + 2 + 1 + 1  # runs, cells, sweep, model
+    shutil.rmtree(store / "mlartifacts")
+    kept = {path: path.read_bytes() for path in store.glob("runs/*/*") if path.is_file()}
     shutil.copy(fresh, store / "mlflow.db")
+    with sqlite3.connect(store / "mlflow.db") as base:
+        base.execute("UPDATE experiments SET artifact_location = ?", ((store / "mlartifacts").as_uri(),))
+    base.close()
     assert not shown(store)
-    assert catch_up(store)[0] == 2
-    assert {name: run.data.params for name, run in shown(store).items()} == before
+    assert catch_up(store) == (4, 0)
+    assert everything(store) == before
+    assert catch_up(store, rebuild=True) == (4, 0)
+    assert everything(store) == before
+    for path, content in kept.items():
+        assert path.name == "tracking.json" or path.read_bytes() == content
+
+
+def save_drafter(folder: Path, variant: str = "") -> None:
+    """What a job that saves its drafter leaves in its directory."""
+    place = folder / "drafter" / variant
+    place.mkdir(parents=True)
+    (place / "config.json").write_text(json.dumps({"num_hidden_layers": 2, "hidden_size": 64, "block_size": 8}))
+    (place / "model.safetensors").write_bytes(b"weights of " + variant.encode())
+
+
+def test_a_saved_drafter_is_a_model_with_its_figures(store: Path, tmp_path: Path) -> None:
+    told = fanout(events(), "b16", "b8")
+    told[-1:-1] = [evaluated(12, 1.7, variant="b16"), evaluated(12, 1.9, variant="b8")]
+    folder = write_run(store, CELL, told=told)
+    save_drafter(folder, "b16")
+    save_drafter(folder, "b8")
+    failed = write_run(store, CELL, repeat=2, exit_code=1)
+    save_drafter(failed)
+    catch_up(store)
+    found = {one.name: one for one in client(store).search_logged_models(["1"])}
+    assert set(found) == {"drafter-b16", "drafter-b8"}
+    model = found["drafter-b8"]
+    assert (str(model.status), model.source_run_id) == ("READY", shown(store)[folder.name].info.run_id)
+    assert model.params == {"variant": "b8", "layers": "2", "hidden": "64", "block": "8"}
+    figures = {metric.key: metric.value for metric in model.metrics}
+    assert (figures["tau/gsm8k/b8"], "tau/gsm8k/b16" in figures) == (1.9, False)
+    assert figures["ktok_s"] > 0
+    kept = {path.name for path in Path(model.artifact_location.removeprefix("file://")).iterdir()}
+    assert kept == {"MLmodel", "config.json", "model.safetensors"}
+    assert catch_up(store) == (0, 2)
+    finish_run(folder, told, sweeps=["sweep0123", "sweep4567"])
+    assert catch_up(store) == (1, 1)
+    assert len(client(store).search_logged_models(["1"])) == 2
+
+
+def test_what_a_run_took_of_its_machine_is_a_system_metric_over_time(store: Path) -> None:
+    folder = write_run(store, CELL)
+    looks = [{"t": BEGAN + 2 * n, "rss_bytes": n * 1e9, "cpu": 1.5, "gpu_busy": {"0": 0.25}} for n in range(30)]
+    (folder / "usage.jsonl").write_text("".join(json.dumps(look) + "\n" for look in looks))
+    catch_up(store)
+    run = shown(store)[folder.name]
+    used = client(store).get_metric_history(run.info.run_id, "system/process_memory_megabytes")
+    assert [m.step for m in used] == list(range(len(used)))
+    assert all(m.value == pytest.approx((m.timestamp / 1000 - BEGAN) / 2 * 1000) for m in used)
+    assert run.data.metrics["system/gpu_0_utilization_percentage"] == 25
+
+
+def test_what_the_documentation_searches_for_is_found(store: Path) -> None:
+    told = (Path(__file__).parent.parent / "docs" / "MLFLOW.md").read_text()
+    searches = re.findall(r"^\| `((?:tags|params)\.[^`]+)` \|", told, re.MULTILINE)
+    assert len(searches) >= 8
+    ok = [write_run(store, CELL, repeat=n) for n in (1, 2)]
+    warm = write_run(store, CELL | {"cache": "warm"}, cache=proof("warm"))
+    race = "  File x\nRuntimeError: Detected that you are using FX to symbolically trace a dynamo-optimized function."
+    failed = write_run(store, CELL, repeat=3, exit_code=1, log_tail=race)
+    write_plan([*ok, warm, failed], conclusion="1 of 4 runs failed.\n")
+    catch_up(store)
+    prints = json.loads((failed / "verdict.json").read_text())["signature"]["fingerprint"]
+    found = [
+        {run.data.tags.get("sweeper.run", run.data.tags["kind"]) for run in runs(store, words)}
+        for words in (one.replace("SWEEP", "sweep0123").replace("FINGERPRINT", prints) for one in searches)
+    ]
+    several = {one.name for one in (*ok, warm, failed)}
+    assert found == [
+        {"sweep"},
+        several,
+        {"cell"},
+        {failed.name},
+        {failed.name},
+        {failed.name},
+        {warm.name},
+        several - {failed.name},
+    ]
+    cells = {run.data.tags["cell"]: run.data for run in runs(store, "tags.kind = 'cell'")}
+    speeds = [json.loads((one / "verdict.json").read_text())["figures"]["ktok_s"] for one in ok]
+    (cold,) = (data for data in cells.values() if data.params["cell.cache"] == "cold")
+    assert cold.metrics["ktok_s.median"] == pytest.approx(sum(speeds) / 2)
+    assert (cold.metrics["ktok_s.low"], cold.metrics["ktok_s.high"]) == (min(speeds), max(speeds))
+    assert (cold.metrics["ktok_s.n"], cold.metrics["runs"], cold.metrics["runs.failed"]) == (2, 3, 1)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, "tracking.uri=null: must be the address of an MLflow server"),
+        ({"uri": "mlflow.example"}, "tracking.uri=mlflow.example: must be the address of an MLflow server"),
+        ({"uri": "ftp://h"}, "tracking.uri=ftp://h: must begin with one of http://, https://, postgresql://"),
+        ({"uri": "http://:80"}, "tracking.uri=http://:80: must name a host"),
+        ({"uri": "http://h:99999"}, "tracking.uri=http://h:99999: must be an address"),
+        ({"uri": "http://me:hush@h"}, "tracking.uri=http://me@h: must hold no name and no password; set MLFLOW_"),
+        ({"uri": "postgresql+nodriver://me:hush@h/x"}, "tracking.uri=postgresql\\+nodriver://me@h/x: is no address"),
+        ({"name": "local", "uri": "http://h"}, "tracking.uri=http://h: needs tracking=server"),
+        ({"uri": "http://h", "models": "perhaps"}, "tracking.models=perhaps: must be true or false"),
+        ({"uri": "http://h", "experiment": ""}, "tracking.experiment=: must be a name"),
+    ],
+)
+def test_a_wrong_address_is_one_sentence(tmp_path: Path, given: dict[str, Any], said: str) -> None:
+    with pytest.raises(SettingError, match=said) as told:
+        place.read(LOCAL | {"name": "server"} | given, tmp_path)
+    assert "hush" not in str(told.value)
 
 
 def test_a_crash_between_creating_and_noting_makes_no_second_run(store: Path) -> None:

@@ -68,6 +68,8 @@ def _log(
     own = [one for one in metrics if "/" not in one.key or not variant or one.key.endswith(f"/{variant}")]
     told = [Metric(one.key, one.value, one.timestamp, one.step, model_id=made.model_id) for one in own]
     client.log_batch(run_id, metrics=told)
-    client.log_outputs(run_id, [LoggedModelOutput(made.model_id, max((one.step for one in own), default=0))])
+    outputs = client.get_run(run_id).outputs
+    if made.model_id not in [one.model_id for one in (outputs.model_outputs if outputs else ())]:
+        client.log_outputs(run_id, [LoggedModelOutput(made.model_id, max((one.step for one in own), default=0))])
     client.finalize_logged_model(made.model_id, "READY")
     return str(made.model_id)

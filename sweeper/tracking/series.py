@@ -84,12 +84,18 @@ class Job:
                 found += _metrics(_of_step(step), step.t, step.step, variant)
             if number == 0:  # the stream's speed, which the variants share
                 found += self._speeds(done, new)
-        for one in self.evaluations[told.evaluations :]:
+        found += self.evaluated(told.evaluations)
+        for number, (t, used) in enumerate(self.memory[told.memory :], told.memory):
+            found += _metrics(used, t, number, "")
+        return found
+
+    def evaluated(self, after: int = 0) -> list[Any]:
+        """The metrics of the evaluations that follow the first `after` ones."""
+        found: list[Any] = []
+        for one in self.evaluations[after:]:
             values = {name: value for name in EVALUATED if (value := finite(one.told.get(name))) is not None}
             named = {f"{name}/{_part(one.set)}": value for name, value in values.items()}
             found += _metrics(named, one.t, one.step, one.variant)
-        for number, (t, used) in enumerate(self.memory[told.memory :], told.memory):
-            found += _metrics(used, t, number, "")
         return found
 
     @property

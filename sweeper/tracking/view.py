@@ -179,8 +179,7 @@ class View:
         if verdict is not None:
             if job.evaluations:
                 self.client.log_text(run_id, series.table(job.evaluations), EVAL_FILE)
-            last = max(job.told.steps.values(), default=0)
-            state["models"] = self._close(folder, run_id, verdict, last, state.get("models") or {})
+            state["models"] = self._close(folder, run_id, verdict, job, state.get("models") or {})
             state["done"] = _last_word(verdict)
             del self._following[folder]
         records.write(folder / STATE_FILE, state)
@@ -202,13 +201,16 @@ class View:
         return run_id
 
     def _close(
-        self, folder: Path, run_id: str, verdict: dict[str, Any], step: int, known: dict[str, str]
+        self, folder: Path, run_id: str, verdict: dict[str, Any], job: series.Job, known: dict[str, str]
     ) -> dict[str, str]:
         """Log what is known only at the end: figures, proof, signature, artifacts, models, status; returns the ids of
         the run's models, of which `known` are logged already."""
         from mlflow.entities import Metric
 
-        at = milliseconds(verdict.get("ended")) or int(time.time() * 1000)
+        at, step = (
+            milliseconds(verdict.get("ended")) or int(time.time() * 1000),
+            max(job.told.steps.values(), default=0),
+        )
         cache, signature = verdict.get("cache") or {}, verdict.get("signature") or {}
         results = {
             "verdict": verdict.get("verdict"),
@@ -232,7 +234,8 @@ class View:
         )
         self._artifacts(folder, run_id, cache)
         if self.place.models and verdict.get("verdict") in ("ok", "degraded"):
-            known = models.log(self.client, self.experiment, run_id, folder, metrics, known)
+            figures = [*metrics, *job.evaluated()]
+            known = models.log(self.client, self.experiment, run_id, folder, figures, known)
         self.client.set_terminated(run_id, STATUS.get(str(verdict.get("verdict")), "FAILED"), at)
         return known
 
