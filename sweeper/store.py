@@ -252,10 +252,16 @@ def alive(folder: Path) -> bool:
         return time.time() - folder.stat().st_mtime < UNRECORDED_S
     if run.get("host") != socket.gethostname():
         return True  # not ours to judge from here
+    return harness(run) is not None
+
+
+def harness(run: dict[str, Any]) -> psutil.Process | None:
+    """The process that is at work on a run with this record, if it lives and is on this host."""
     try:
-        return bool(psutil.Process(run["harness_pid"]).create_time() == run["harness_started"])
+        found = psutil.Process(run["harness_pid"])
+        return found if run["host"] == socket.gethostname() and found.create_time() == run["harness_started"] else None
     except (psutil.Error, KeyError):
-        return False
+        return None
 
 
 def _folders(store: Path) -> Iterator[Path]:

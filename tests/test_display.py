@@ -78,6 +78,23 @@ def test_warnings_and_failures_are_shown() -> None:
     assert "failed: compile.fx_trace_race (0123456789ab), exit status 1" in out.getvalue()
 
 
+def test_lines_of_several_runs_say_which_they_are() -> None:
+    out = io.StringIO()
+    shown = Display(3, True, out)
+    shown.at_once = 2
+    shown.run_started(1, "first", None)
+    shown.run_started(2, "second", None)
+    shown.event({"event": "stage", "stage": "load", "t": BEGAN}, run=1)
+    shown.log_line("a line", run=2)
+    shown.run_ended("first", OK, run=1)
+    shown.event({"event": "stage", "stage": "load", "t": BEGAN}, run=2)
+    shown.event({"event": "stage", "stage": "data", "t": BEGAN}, run=1)  # over: nobody asks
+    told = out.getvalue().splitlines()[2:]
+    assert told[:2] == ["  [1/3] load", "  [2/3] | a line"]
+    assert told[2].startswith("  [1/3] first: ok: ")
+    assert told[3:] == ["  load"], "the only one left"
+
+
 def test_a_fanout_advances_once_a_step() -> None:
     shown = Display(1, False, io.StringIO())
     shown.run_started(1, "cell", None)

@@ -37,6 +37,7 @@ STOP_FILE = "stop"  # in a run's directory: the command that watches asked for i
 SIGNALS = (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
 REQUEUED = ("scheduler.preempted", "scheduler.time_limit")
 EARLY_S = 75.0  # Slurm looks at its clock every minute, so a warning may come that much early
+WORDS_TRIES = 4
 KILL_S = 120.0  # that a job which was put back into the queue waits for its end
 
 
@@ -133,12 +134,12 @@ def carry_out(job: Job) -> str:
             Beat(folder),
             told.count,
             job=record,
-            asked=lambda: why(told, me, began, job.options, folder),
+            asked=lambda: why(told, record, began, job.options, folder),
         )
         try:
             run.execute(job.run, session, 1, claimed=folder)
             if store.attempt(folder).verdict is None:  # asked to end before it began
-                cause, words = why(told, me, began, job.options, folder)
+                cause, words = why(told, record, began, job.options, folder)
                 store.close(folder, Verdict("killed", named(cause, words), words))
         except Exception:
             said = traceback.format_exc()
@@ -165,15 +166,22 @@ def _turn(claimed: Path, me: str, log: str) -> Path | None:
     if last.verdict is None and "started" not in last.run:
         return last.folder
     if last.verdict is None:
+        if left := store.harness(last.run):
+            left.kill()  # Slurm lost it with its daemon on this node; its leash ends the rest
         cause, words = _killed(me, log)
         store.close(last.folder, Verdict("killed", named(cause, words), words))
-    elif last.cause not in REQUEUED or not os.environ.get("SLURM_RESTART_COUNT"):
+    elif not may_follow(last) or not os.environ.get("SLURM_RESTART_COUNT"):
         Log().note(f"{last.folder.name} has its verdict, {last.verdict.get('verdict')}: nothing to do")
         return None
     folder, number = store.claim_after(last.folder)
     kept = {name: value for name, value in last.run.items() if name not in ("started", "argv", "env")}
     store.write(folder / store.RUN_FILE, kept | {"attempt": number})
     return folder
+
+
+def may_follow(attempt: store.Attempt) -> bool:
+    """Whether the same job may make another attempt after this one, if Slurm starts it again."""
+    return attempt.cause in store.RESUMED and not (attempt.folder / STOP_FILE).exists()
 
 
 def _killed(me: str, log: str) -> tuple[str, str]:
@@ -185,12 +193,12 @@ def _killed(me: str, log: str) -> tuple[str, str]:
     return "scheduler.node_failed", "Slurm started the job again and says nothing of what ended it"
 
 
-def why(told: Told, me: str, began: float, options: spec.Options, folder: Path) -> tuple[str, str]:
+def why(told: Told, job: dict[str, Any], began: float, options: spec.Options, folder: Path) -> tuple[str, str]:
     """Who asked this job to end, as a cause and in words."""
     if (folder / STOP_FILE).exists():
         return "sweep.interrupted", "the command that watches asked for the end"
     settings = read(options.slurm or {})
-    shown = slurm.shown(me)
+    shown = slurm.shown(job["id"])
     if shown.get("PreemptTime", "None") not in ("None", "N/A", "Unknown"):
         return "scheduler.preempted", "Slurm needs the place for a job of higher priority"
     if _signalled(told, signal.SIGUSR2):
@@ -198,8 +206,10 @@ def why(told: Told, me: str, began: float, options: spec.Options, folder: Path) 
         if not shown or ends - time.time() <= settings.warning + EARLY_S:
             return "scheduler.time_limit", f"Slurm's time limit of {settings.time} minutes"
         return "scheduler.preempted", "Slurm warned the job long before its time limit"
-    if shown.get("JobState") == "TIMEOUT":
-        return "scheduler.time_limit", f"Slurm's time limit of {settings.time} minutes"
+    for _ in range(WORDS_TRIES):  # Slurm's daemon on the node writes its words into the log while it signals
+        if match := from_words(f"{tail(job['log'])}\nJobState={slurm.shown(job['id']).get('JobState')}"):
+            return match
+        time.sleep(0.5)
     return "scheduler.cancelled", "the job was cancelled"
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from dflash.events import EVENTS_FILE, EventReader
 from sweeper import here, run, spec, store, supervisor
 from sweeper.cluster import settings, slurm, submit
-from sweeper.cluster.job import REQUEUED, STOP_FILE, from_words, tail
+from sweeper.cluster.job import STOP_FILE, from_words, may_follow, tail
 from sweeper.cluster.submit import Watched
 from sweeper.here import Numbered
 from sweeper.verdict import Verdict, named
@@ -179,8 +179,8 @@ def _step(one: _Follow, session: run.Session, queue: dict[str, slurm.Job] | None
     settled = hurry or (one.gone is not None and time.monotonic() - one.gone >= SETTLE_S)
     if attempt.verdict:
         newer = [each for each in store.siblings(folder) if each.number > attempt.number]
-        if not newer and attempt.cause in REQUEUED and not settled:
-            return  # the job goes back into the queue, and claims the next attempt when it starts
+        if not newer and may_follow(attempt) and not settled:
+            return  # the job may go back into the queue, and claim the next attempt when it starts
         session.tracking.finish(folder)
         session.display.run_ended(label, attempt.verdict, run=place)
         if newer:
