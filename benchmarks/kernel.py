@@ -57,10 +57,13 @@ SHAPES = {
 
 def main() -> None:
     options = parse()
-    results = [measure(SHAPES[name], options) for name in options.shapes or SHAPES]
+    results: list[dict[str, Any]] = []
+    for name in options.shapes or SHAPES:
+        results.append(measure(SHAPES[name], options))
+        if options.json:  # after each, so that a run cut short leaves what it has
+            found = {"machine": machine(), "rounds": options.rounds, "results": results}
+            Path(options.json).write_text(json.dumps(found))
     print(table(results))
-    if options.json:
-        Path(options.json).write_text(json.dumps({"machine": machine(), "rounds": options.rounds, "results": results}))
 
 
 def parse() -> argparse.Namespace:
