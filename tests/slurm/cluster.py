@@ -12,13 +12,16 @@ import os
 import shutil
 import signal
 import socket
+import stat
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 PROGRAMS = ("munged", "mariadbd", "mariadb-install-db", "slurmdbd", "slurmctld", "slurmd", "sbatch", "sacct")
 GPUS, CPUS, MEMORY_MB = 8, 16, 16000
+NULL = os.makedev(1, 3)  # /dev/null: what a made-up GPU is
 
 SLURM_CONF = """
 ClusterName=test
@@ -93,7 +96,14 @@ def missing() -> str:
     gone = [
         name for name in PROGRAMS if shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin") is None
     ]
-    return f"not installed: {', '.join(gone)}" if gone else ""
+    if gone:
+        return f"not installed: {', '.join(gone)}"
+    with tempfile.TemporaryDirectory() as scratch:
+        try:
+            os.mknod(f"{scratch}/null", 0o666 | stat.S_IFCHR, NULL)
+        except OSError as error:
+            return f"made-up GPUs need device files ({error})"
+    return ""
 
 
 class Cluster:
@@ -125,7 +135,7 @@ class Cluster:
         told |= {"task": "task/cgroup" if self.limits_memory else "task/none"}
         self._munge()
         for number in range(GPUS):  # Slurm wants character devices whose names end in a number
-            os.mknod(self.root / "dev" / f"gpu{number}", 0o666 | 0o020000, os.makedev(1, 3))
+            os.mknod(self.root / "dev" / f"gpu{number}", 0o666 | stat.S_IFCHR, NULL)
         device = f"File={self.root}/dev/gpu[0-{GPUS - 1}]"
         self._write("gres.conf", f"NodeName={self.host} Name=gpu {device}\n")
         constrain = "CgroupPlugin=cgroup/v1\nConstrainRAMSpace=yes\n" if self.limits_memory else ""
