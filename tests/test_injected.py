@@ -26,10 +26,6 @@ def can_shrink_shm() -> bool:
     return shutil.which("unshare") is not None and subprocess.run(SMALL_SHM, capture_output=True).returncode == 0
 
 
-# One sweep serves them all, so they belong to one worker.
-pytestmark = pytest.mark.xdist_group("injected")
-
-
 @pytest.fixture(scope="module")
 def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
     """Two sweeps side by side, whose cells differ in what breaks: verdicts by cause."""

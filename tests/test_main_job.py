@@ -10,9 +10,7 @@ import pytest
 
 STEPS = 30
 
-
-# One sweep serves them all, so they belong to one worker.
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("main_job")]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

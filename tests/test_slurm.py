@@ -24,8 +24,7 @@ TRAINING = [
     *("slurm.memory=2G", "slurm.time=30"),
 ]
 
-# They share one cluster, so they belong to one worker.
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("slurm")]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

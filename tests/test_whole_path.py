@@ -17,8 +17,7 @@ BLOCK = 8
 # The first token of a response belongs to no round, so whole blocks remain.
 LONGEST = 1 + 12 * BLOCK
 
-# Its tests share one training run, so they belong to one worker.
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("whole_path")]
+pytestmark = pytest.mark.slow
 
 
 def dflash(command: str, *words: object) -> str:
