@@ -103,7 +103,8 @@ def draw(sweeps: list[dict[str, Any]], to: Path) -> None:
 def by_strategy(runs: list[dict[str, Any]]) -> dict[str, Counter[str]]:
     bars: dict[str, Counter[str]] = {}
     for each in runs:
-        if each["cache"] == "cold" and each["cause"] != ENDED_OUTSIDE:
+        only_attention = each["verdict"] == "ok" and not each["steps"]  # made a snapshot for cache=standalone
+        if each["cache"] == "cold" and each["cause"] != ENDED_OUTSIDE and not only_attention:
             bars.setdefault(each["compile"], Counter())[each["cause"] or each["verdict"]] += 1
     return bars
 
