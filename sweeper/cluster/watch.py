@@ -19,7 +19,7 @@ from sweeper.cluster.submit import Watched
 from sweeper.here import Numbered
 from sweeper.verdict import Verdict, named
 
-POLL_S = 1.0
+POLL_S, POLL_EACH_S = 1.0, 0.01  # between two looks into the store, and the more the more there is to look at
 QUEUE_S = 5.0  # between two questions to Slurm
 # From a job's end, as Slurm tells it, to the belief that its records will not show up any more: shared file systems
 # keep what they saw of a directory for some seconds, and a job shows that it lives every five.
@@ -42,11 +42,6 @@ def carry_out(items: Sequence[Numbered], session: run.Session) -> None:
         _look(watched, session, slurm.queue())
         return
     _follow(watched, session)
-
-
-def under_way(folder: Path) -> bool:
-    """Whether a job is, or may be, at work on this attempt or wait for it; closes one that is known to be dead."""
-    return bool(_alive([folder], slurm.queue()))
 
 
 def close_dead(folders: Iterable[Path]) -> list[Path]:
@@ -148,7 +143,7 @@ def _follow(watched: Sequence[Watched], session: run.Session) -> None:
             _step(one, session, queue, hurry=stopped > 1)
         following = [one for one in following if not one.over]
         if following:
-            time.sleep(POLL_S)
+            time.sleep(max(POLL_S, len(following) * POLL_EACH_S))
 
 
 def _look(watched: Sequence[Watched], session: run.Session, queue: dict[str, slurm.Job] | None) -> None:
@@ -174,7 +169,7 @@ def _step(one: _Follow, session: run.Session, queue: dict[str, slurm.Job] | None
     attempt = store.attempt(folder)
     beat = _beat(folder)
     # A job that Slurm has lost may go on all the same: its daemon on the node may have died, not the job.
-    one.gone = (one.gone or time.monotonic()) if _gone([folder], queue) and beat == one.beat else None
+    one.gone = (one.gone or time.monotonic()) if _over(one.of.job, folder, queue) and beat == one.beat else None
     one.beat = beat
     settled = hurry or (one.gone is not None and time.monotonic() - one.gone >= SETTLE_S)
     if attempt.verdict:
@@ -212,16 +207,13 @@ def _alive(folders: Sequence[Path], queue: dict[str, slurm.Job] | None) -> list[
 
 def _gone(folders: Sequence[Path], queue: dict[str, slurm.Job] | None) -> list[Path]:
     """Those whose job is over, as Slurm says; where it does not answer, those that showed no sign of life for long."""
-    found = []
-    for folder in folders:
-        if queue is None:
-            gone = _silent(folder)
-        else:
-            job = queue.get(_job(folder))
-            gone = job is None or not job.live
-        if gone:
-            found.append(folder)
-    return found
+    return [folder for folder in folders if _over(_job(folder), folder, queue)]
+
+
+def _over(job: str, folder: Path, queue: dict[str, slurm.Job] | None) -> bool:
+    if queue is None:
+        return _silent(folder)
+    return job not in queue or not queue[job].live
 
 
 def _beat(folder: Path) -> float | None:
