@@ -141,7 +141,7 @@ class Loss:
     kind: str = "ce"  # ce: decayed cross-entropy (Eq. 4) | dpace | kl, tv: towards the target's own distribution
     gamma: float | None = None  # weight exp(-(k-1)/gamma); None: 4 for block 8, 5 for 10, 7 for 16, else 7/16 block
     alpha: float = 0.5  # dpace: share of a slot's weight that does not depend on the slots before it
-    chunk: int = 4096  # supervised slots a head matrix product, bounds the logits held at once
+    chunk: int = 2048  # supervised slots a head matrix product, bounds the logits held at once
 
     def check(self) -> None:
         _among("loss.kind", self.kind, LOSSES)

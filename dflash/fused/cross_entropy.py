@@ -10,13 +10,14 @@ from torch import Tensor
 
 from dflash.fused import launch
 
-_BLOCK = 8192
+# The fastest on an H200 of 2048 to 16,384 columns and 4 to 32 warps, at 4,096 rows of 151,936.
+_BLOCK = 2048
 _WARPS = 16
 
 
 @triton.jit
 def _cross_entropy(logits, labels, losses, predicted, slope, width, stride, BLOCK: tl.constexpr):
-    # One program a row and few at a time on a multiprocessor, so the second reading of a row comes from L2.
+    # One program a row, whose second reading of it mostly comes from L2.
     row = tl.program_id(0)
     begin = logits + row.to(tl.int64) * stride
     at = tl.arange(0, BLOCK)

@@ -77,7 +77,7 @@ def add_norm_backward(
     `d_total` is what reached the sum past the norm. Deterministic: each program sums rows of its own.
     """
     rows, width = total.shape
-    programs = max(1, min(rows, launch.programs(total, 2)))
+    programs = max(1, min(rows, launch.programs(total, 3)))
     d_x, y = torch.empty_like(total), torch.empty_like(total)
     d_scale = torch.empty(programs, width, dtype=torch.float32, device=total.device)
     block = triton.next_power_of_2(width)
