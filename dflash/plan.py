@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from dflash import models
-from dflash.attention import KERNEL_WIDTHS
+from dflash import models, strategies
 from dflash.checkpoint import Checkpoint
 from dflash.data import dataset, store
 from dflash.data.dataset import Dataset
@@ -26,7 +25,7 @@ from dflash.geometry import Geometry, starting_mask_token, starting_taps
 from dflash.pipeline import state
 from dflash.pipeline.layout import Layout
 from dflash.pipeline.step import FrozenEnds
-from dflash.settings import DISTILLING, JobSettings, SettingError
+from dflash.settings import DISTILLING, JobSettings
 from dflash.strategies import Strategy
 from dflash.target import Target, load_tokenizer
 
@@ -95,9 +94,7 @@ def make_plan(job: JobSettings, target: Target, out: Path, events: EventWriter) 
     prompt_sets(job.eval.prompts, job.eval.limit)  # read to be refused now, if they cannot be read
     geometries = {name: Geometry.settle(v.drafter, target) for name, v in job.variants().items()}
     for geometry in geometries.values():
-        if job.compile == "triton" and geometry.head_dim not in KERNEL_WIDTHS:
-            allowed = ", ".join(map(str, KERNEL_WIDTHS))
-            raise SettingError("drafter.head_dim", geometry.head_dim, f"compile=triton takes one of {allowed}")
+        strategies.check(job.compile, geometry)
     tokenizer = load_tokenizer(job.target)
     mask_tokens = {
         name: resolve_mask_token(starting_mask_token(v.drafter), tokenizer, target.vocab_size)

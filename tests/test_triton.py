@@ -6,6 +6,7 @@ imported. So without a GPU this file runs itself again in a process of its own, 
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import os
 import random
@@ -14,13 +15,15 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+import small_drafter
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash.attention import DFlashMask, attend_dense, visible
 from dflash.probe import Probe
-from dflash.strategies import make
+from dflash.settings import SettingError
+from dflash.strategies import check, make
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -191,6 +194,14 @@ def test_a_head_dimension_without_tiles_is_told() -> None:
     q_k_v, _ = inputs(mask, (1, 1, 48), torch.float32, seed=5)
     with pytest.raises(ValueError, match=r"drafter.head_dim=48: compile=triton takes one of 16, 32, 64, 128"):
         attend_triton(*q_k_v, prepare_ranges(mask))
+
+
+def test_a_job_is_refused_before_it_starts() -> None:
+    geometry = small_drafter.make().geometry  # heads of 6
+    check("locked", geometry)
+    check("triton", dataclasses.replace(geometry, head_dim=64))
+    with pytest.raises(SettingError, match=r"drafter.head_dim=6: compile=triton takes one of 16, 32, 64, 128"):
+        check("triton", geometry)
 
 
 @on_gpu

@@ -17,13 +17,15 @@ from __future__ import annotations
 
 import importlib.util
 
+from dflash.attention import KERNEL_WIDTHS
+from dflash.geometry import Geometry
 from dflash.probe import Probe
 from dflash.settings import COMPILE_STRATEGIES, SettingError
 from dflash.strategies.free import Strategy
 from dflash.strategies.gate import Aborted, Gate
 from dflash.strategies.parked import Parked
 
-__all__ = ["Aborted", "Gate", "Strategy", "Unavailable", "make"]
+__all__ = ["Aborted", "Gate", "Strategy", "Unavailable", "check", "make"]
 
 
 class Unavailable(RuntimeError):
@@ -43,3 +45,10 @@ def make(name: str, device_type: str, probe: Probe, backend: str = "inductor") -
         raise Unavailable("needs the package triton, which comes with CUDA builds of torch")
     kind = Parked if name in ("locked", "whole") else Strategy
     return kind(name, device_type, probe, backend)
+
+
+def check(name: str, geometry: Geometry) -> None:
+    """Raise SettingError when the strategy `name` cannot compute a drafter of this geometry."""
+    if name == "triton" and geometry.head_dim not in KERNEL_WIDTHS:
+        allowed = ", ".join(map(str, KERNEL_WIDTHS))
+        raise SettingError("drafter.head_dim", geometry.head_dim, f"compile=triton takes one of {allowed}")
