@@ -185,5 +185,6 @@ if __name__ == "__main__":
     os.environ.update(request["environment"])
     sys.argv = [request["module"], *request["arguments"]]
     sys.path.insert(0, request["cwd"])
+    sys.modules.pop(f"{request['module']}.__main__", None)  # or runpy warns that it is there already
     # The interpreter then ends as it ends for any command: status, traceback, threads, atexit.
     runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
