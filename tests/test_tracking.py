@@ -236,7 +236,7 @@ def test_variants_slots_and_evaluations_have_names_of_their_own(store: Path) -> 
         assert f"train/loss_slot/03/{variant}" not in metrics
         assert metrics[f"train/waited/target/{variant}"] == pytest.approx(0.2)
         assert metrics[f"train/tok_s/drafter/{variant}"] == 600
-        assert f"train/loss_last/{variant}" in metrics
+        assert f"figures/loss_last/{variant}" in metrics
     assert "train/loss" not in metrics
     assert metrics["ktok_s"] == pytest.approx(json.loads((folder / "verdict.json").read_text())["figures"]["ktok_s"])
     assert (metrics["tau/gsm8k/b8"], metrics["tau/gsm8k/b16"]) == (1.4, 1.7)
@@ -305,6 +305,7 @@ def test_a_deleted_tracking_store_is_rebuilt_whole(fresh: Path, store: Path) -> 
     assert catch_up(store) == (4, 0)
     before = everything(store)
     assert len(before) == 4 + 2 + 1 + 1  # runs, cells, sweep, model
+    assert {run.info.run_name for run in shown(store).values()} == {"locked r1", "locked r2", "locked r3", "whole r1"}
     shutil.rmtree(store / "mlartifacts")
     kept = {path: path.read_bytes() for path in store.glob("runs/*/*") if path.is_file()}
     shutil.copy(fresh, store / "mlflow.db")

@@ -65,6 +65,7 @@ class View:
             self.experiment = str(found.experiment_id)
         self.store_id = _store_id(self.store)
         self._following: dict[Path, series.Job] = {}
+        self._cells: dict[str, list[dict[str, Any]]] = {}  # by sweep, as its plan has them
 
     def _make_experiment(self, where: str | None) -> str:
         try:
@@ -194,11 +195,18 @@ class View:
             tags = {k: run.get(k) for k in ("repeat", "attempt", "identity")} | {k: cell.get(k) for k in TAGS}
             tags["cache.requested"] = tags.pop("cache")
             tags |= {"kind": "run", "sweep_id": sweep, "sweep_ids": sweep, "sweeper.run": folder.name}
-            run_id = self.create(_name(cell, run), tags, run.get("started"))
+            run_id = self.create(_name(self._varied(sweep, cell), run), tags, run.get("started"))
         spec = read_json(folder / records.SPEC_FILE) or {}
         settings = {f"cell.{k}": v for k, v in cell.items()} | dict(_flat(spec, "spec."))
         self.log(run_id, params=settings | {"cell.repeat": run.get("repeat")})
         return run_id
+
+    def _varied(self, sweep: str, cell: dict[str, Any]) -> dict[str, Any]:
+        """The levels of a cell that its sweep varies, all of them where it varies none."""
+        if sweep not in self._cells:
+            plan = read_json(self.store / "sweeps" / sweep / "plan.json") or {}
+            self._cells[sweep] = [one["cell"] for one in plan.get("runs") or ()]
+        return {k: v for k, v in cell.items() if any(one.get(k) != v for one in self._cells[sweep])} or cell
 
     def _close(
         self, folder: Path, run_id: str, verdict: dict[str, Any], job: series.Job, known: dict[str, str]
@@ -321,9 +329,10 @@ def _environment(run: dict[str, Any]) -> str:
 
 
 def _name(cell: dict[str, Any], run: dict[str, Any]) -> str:
-    """A run in a few words, for column heads: its levels, repeat, and attempt after the first."""
+    """A run in a few words, for heads and legends, which cut them: levels, repeat, attempt after the first."""
     attempt = f" attempt {run['attempt']}" if (run.get("attempt") or 1) != 1 else ""
-    return f"{' '.join(map(str, cell.values())) or label(cell)} r{run.get('repeat')}{attempt}"
+    words = (str(level) if factor in TAGS else f"{factor}={level}" for factor, level in cell.items())
+    return f"{' '.join(words) or label(cell)} r{run.get('repeat')}{attempt}"
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
