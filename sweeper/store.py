@@ -166,11 +166,12 @@ def planned(sweep: Path) -> list[Attempt]:
 
 def estimate(past: dict[str, list[Attempt]], run: Run) -> float | None:
     """Seconds that the run will take: the median of the cell's finished runs; None if there are none."""
+    cell = run.cell_id  # once: it is a hash over all of the run's settings
     known = [
         float(one.verdict["wall_s"])
         for several in past.values()
         for one in several
-        if one.run.get("cell_id") == run.cell_id and one.verdict and one.done
+        if one.run.get("cell_id") == cell and one.verdict and one.done
     ]
     return statistics.median(known) if known else None
 

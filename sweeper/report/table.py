@@ -319,26 +319,26 @@ def _measured(table: list[dict[str, Any]]) -> list[str]:
 
 def _failures(table: list[dict[str, Any]]) -> list[str]:
     """A line for each run that is not ok, and below it who held the flag."""
-    told = []
+    told, factors = [], _factors(table)
     for row in table:
         for failure in row["failures"]:
             signature = f" {failure['cause']} ({failure['fingerprint']})" if failure["cause"] else ""
             reason = " ".join((failure["reason"] or failure["evidence"]).split())[:300]
-            where = f"{_where(row, table)} r{failure['repeat']}"
+            where = f"{_where(row, factors)} r{failure['repeat']}"
             told.append(f"{failure['verdict']}: {where}:{signature} {reason}".rstrip())
             told += [f"    flag held by {holder}" for holder in failure["holders"][:3]]
     return told
 
 
-def _where(row: dict[str, Any], table: list[dict[str, Any]]) -> str:
-    return label({f: row["cell"][f] for f in _factors(table) if f in row["cell"]})
+def _where(row: dict[str, Any], factors: list[str]) -> str:
+    return label({f: row["cell"][f] for f in factors if f in row["cell"]})
 
 
 def remarks(table: list[dict[str, Any]]) -> list[str]:
     """What the columns cannot say: mixed caches, who starves, conditions of tau, what brackets mean, what is lost."""
-    notes = []
+    notes, factors = [], _factors(table)
     for row in table:
-        where = _where(row, table)
+        where = _where(row, factors)
         notes += [f"mixed: {where}: {why} (runs: {n})" for why, n in row["mixed"].items()]
         notes += _starving(row, where)
     notes += _measured(table)
