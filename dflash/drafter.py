@@ -39,25 +39,16 @@ class Attention(nn.Module):
         self.q_norm = nn.RMSNorm(g.head_dim, eps=g.norm_eps)
         self.k_norm = nn.RMSNorm(g.head_dim, eps=g.norm_eps)
 
-    def forward(self, x: Tensor, context: Tensor, turn: Tensor, attend: Attend, seen: Any) -> Tensor:
-        """x [R, Q, H], context [R, S, H]; turn: rotary cos and sin [2, R, S + Q, head_dim]."""
-        k, v = self.keys_values(torch.cat([context, x], dim=1), turn)
-        return self._read(x, k, v, turn[:, :, -x.shape[1] :], attend, seen)
-
-    def draft(self, x: Tensor, context: KeyValue, turn: Tensor, seen: Tensor) -> Tensor:
-        """As forward, with the context's keys and values at hand; turn [2, R, Q, head_dim]."""
-        own = self.keys_values(x, turn)
-        k, v = (torch.cat(pair, dim=2) for pair in zip(context, own, strict=True))
-        return self._read(x, k, v, turn, attend_dense, seen)
+    def forward(self, x: Tensor, context: KeyValue, turn: Tensor, attend: Attend, seen: Any) -> Tensor:
+        """x [R, Q, H]; context: keys and values of S tokens; turn: rotary cos and sin of x, [2, R, Q, head_dim]."""
+        k, v = (torch.cat(pair, dim=2) for pair in zip(context, self.keys_values(x, turn), strict=True))
+        q = self.q_norm(self._heads(self.q_proj(x))).transpose(1, 2)
+        return self.o_proj(attend(_rotate(q, turn), k, v, seen).transpose(1, 2).flatten(2))
 
     def keys_values(self, x: Tensor, turn: Tensor) -> KeyValue:
         """Of x [R, L, H], a context's or a block's; turn [2, R, L, head_dim]."""
         k = self.k_norm(self._heads(self.k_proj(x))).transpose(1, 2)
         return _rotate(k, turn), self._heads(self.v_proj(x)).transpose(1, 2)
-
-    def _read(self, x: Tensor, k: Tensor, v: Tensor, turn: Tensor, attend: Attend, seen: Any) -> Tensor:
-        q = self.q_norm(self._heads(self.q_proj(x))).transpose(1, 2)
-        return self.o_proj(attend(_rotate(q, turn), k, v, seen).transpose(1, 2).flatten(2))
 
     def _heads(self, projected: Tensor) -> Tensor:
         return projected.unflatten(-1, (-1, self.head_dim))
@@ -86,12 +77,8 @@ class Layer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(g.hidden, eps=g.norm_eps)
         self.mlp = MLP(g)
 
-    def forward(self, x: Tensor, context: Tensor, turn: Tensor, attend: Attend, seen: Any) -> Tensor:
+    def forward(self, x: Tensor, context: KeyValue, turn: Tensor, attend: Attend, seen: Any) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), context, turn, attend, seen)
-        return x + self.mlp(self.post_attention_layernorm(x))
-
-    def draft(self, x: Tensor, context: KeyValue, turn: Tensor, seen: Tensor) -> Tensor:
-        x = x + self.self_attn.draft(self.input_layernorm(x), context, turn, seen)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -131,12 +118,9 @@ class Drafter(nn.Module):
             from dflash.fused import layer as passes  # here, because it needs Triton
 
             return passes.forward(self, features, context_position, x, block_position, mask, alike)
-        seen = self.seen(mask)
-        context = self.hidden_norm(self.fc(features))
-        turn = self._turn(torch.cat([context_position, block_position], dim=1)).to(x.dtype)
-        for layer, window in zip(self.layers, self.geometry.windows, strict=True):
-            x = layer(x, context, turn, self.attend, seen[window])
-        return self.norm(x)
+        return self._layers(
+            x, block_position, self.context_kv(features, context_position), self.attend, self.seen(mask)
+        )
 
     def seen(self, mask: DFlashMask) -> dict[int | None, Any]:
         """What layers need of the mask, by their windows."""
@@ -160,10 +144,16 @@ class Drafter(nn.Module):
         [R, kv_heads, C, head_dim] of the tokens before the block (`context_kv`), finite everywhere;
         context_position [R, C], -1 where a row is padded, which no slot sees. Dense attention.
         """
-        turn = self._turn(position).to(x.dtype)
         seen = {w: _seen(position, context_position, w) for w in self.geometry.distinct_windows}
+        return self._layers(x, position, context, attend_dense, seen)
+
+    def _layers(
+        self, x: Tensor, position: Tensor, context: Sequence[KeyValue], attend: Attend, seen: dict[int | None, Any]
+    ) -> Tensor:
+        """Hidden states of slots x [R, Q, H] at position [R, Q], by each layer's context and window."""
+        turn = self._turn(position).to(x.dtype)
         for layer, known, window in zip(self.layers, context, self.geometry.windows, strict=True):
-            x = layer.draft(x, known, turn, seen[window])
+            x = layer(x, known, turn, attend, seen[window])
         return self.norm(x)
 
     def angles(self, position: Tensor) -> Tensor:
