@@ -15,6 +15,7 @@ from types import FrameType
 from dflash.devices import Placement
 from dflash.events import EventWriter
 from dflash.pipeline.processes import run_in_processes
+from dflash.pipeline.shared import require_strategy
 from dflash.pipeline.threads import run_in_threads
 from dflash.plan import make_plan, settle_taps, whole_target
 from dflash.probe import Probe
@@ -39,6 +40,7 @@ def train(job: JobSettings, placement: Placement, out: Path, events: EventWriter
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):  # Slurm sends the last two before it kills
         signal.signal(number, ask)
+    require_strategy(job, placement.kind)
     job = settle_taps(job)
     events.emit("stage", stage="data")
     outline = Target.outline(job.target, placement.targets[0][0], whole_target(job))

@@ -23,11 +23,16 @@ def channel_limit(job: JobSettings) -> int:
     return int(job.train.queue_mib * (1 << 20)) // Layout.of(job).targets
 
 
-def make_strategy(job: JobSettings, device_type: str, probe: Probe) -> strategies.Strategy:
-    """The strategy of a process, which is set up for it; raises SettingError."""
+def require_strategy(job: JobSettings, device_type: str) -> None:
+    """Raise SettingError when the job's strategy needs what this machine lacks."""
     try:
-        strategy = strategies.make(job.compile, device_type, probe)
+        strategies.require(job.compile, device_type)
     except strategies.Unavailable as reason:
         raise SettingError("compile", job.compile, str(reason)) from None
+
+
+def make_strategy(job: JobSettings, device_type: str, probe: Probe) -> strategies.Strategy:
+    """The strategy of a process, which is set up for it; require_strategy comes before."""
+    strategy = strategies.make(job.compile, device_type, probe)
     strategy.setup_process()
     return strategy

@@ -25,7 +25,7 @@ from dflash.strategies.free import Strategy
 from dflash.strategies.gate import Aborted, Gate
 from dflash.strategies.parked import Parked
 
-__all__ = ["Aborted", "Gate", "Strategy", "Unavailable", "check", "make"]
+__all__ = ["Aborted", "Gate", "Strategy", "Unavailable", "check", "make", "require"]
 
 
 class Unavailable(RuntimeError):
@@ -39,12 +39,17 @@ def make(name: str, device_type: str, probe: Probe, backend: str = "inductor") -
     """
     if name not in COMPILE_STRATEGIES:
         raise SettingError("compile", name, f"must be one of {', '.join(COMPILE_STRATEGIES)}")
+    require(name, device_type)
+    kind = Parked if name in ("locked", "whole") else Strategy
+    return kind(name, device_type, probe, backend)
+
+
+def require(name: str, device_type: str) -> None:
+    """Raise Unavailable when this machine lacks what the strategy `name` needs."""
     if name == "triton" and device_type != "cuda":
         raise Unavailable("needs CUDA")
     if name == "triton" and importlib.util.find_spec("triton") is None:
         raise Unavailable("needs the package triton, which comes with CUDA builds of torch")
-    kind = Parked if name in ("locked", "whole") else Strategy
-    return kind(name, device_type, probe, backend)
 
 
 def check(name: str, geometry: Geometry) -> None:
