@@ -8,7 +8,7 @@
 The drafter of Qwen3-8B (hidden 4096, intermediate 12,288, 32/8 heads of 128, 5 layers, 5 taps, vocabulary 151,936) in
 bfloat16, on features and weights made up. All variants of a shape stand in one process and take turns in random
 order: a sample is the mean of some steps back to back, the table has median and range of the samples. An optimiser
-step is timed apart, for peers bring none of their own. Memory is the peak of the first two steps without what other
+step is timed apart, for peers bring none of their own. Memory is the peak of the second step without what other
 variants hold; first step is what a user waits for, compiling included.
 
 Useful work is counted alike for all: linear layers three times, the frozen head twice, over slots that carry loss,
