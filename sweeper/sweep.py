@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import re
 import shutil
@@ -191,20 +192,28 @@ def conclude(runs: Iterable[spec.Run], session: run.Session, why: str = "") -> d
     print(table.render(rows, shutil.get_terminal_size().columns if sys.stdout.isatty() else None))
     print(said, end="")
     folder = session.folder / "sweeps" / session.sweep
-    kept = {
-        "table.txt": table.render(rows, 160) + "\n",
-        "conclusion.txt": said,
-        "conclusion.json": analysis | {"stopped": why},
-    }
+    found = json.loads(json.dumps(analysis | {"stopped": why}, default=str))
+    # Drawing a page takes seconds; where all was done before, and nothing is told otherwise, it is there.
+    known = found == store.read_json(folder / "conclusion.json") and not _since(folder / page.HTML, latest)
+    kept = {"table.txt": table.render(rows, 160) + "\n", "conclusion.txt": said, "conclusion.json": found}
     try:
         for name, content in kept.items():
             store.write(folder / name, content)
     except OSError as error:
         session.display.note(f"the table could not be kept in {folder} ({error})")
-    if session.options.report and session.interrupted() < 2:  # who asks twice does not wait for a page
+    if session.options.report and not known and session.interrupted() < 2:  # who asks twice does not wait for a page
         session.display.note(page.kept(folder, why))
     session.tracking.close_sweep(session.sweep)  # shows what the folder holds
     return {identity: last.verdict["verdict"] for identity, last in latest if last.verdict}
+
+
+def _since(page: Path, latest: Sequence[tuple[str, Attempt]]) -> bool:
+    """Whether a run's verdict is newer than the report, or there is none."""
+    try:
+        drawn = page.stat().st_mtime
+        return any((last.folder / store.VERDICT_FILE).stat().st_mtime >= drawn for _, last in latest)
+    except OSError:
+        return True
 
 
 def _say_what_is_done(plan: Plan, screen: Any) -> None:
