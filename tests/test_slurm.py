@@ -133,7 +133,6 @@ def test_every_way_that_a_job_dies_is_a_verdict_and_touches_no_other(fates: Fate
     assert {verdict["verdict"] for way, verdict in told.items() if way != "ok"} == {"killed"}
     assert len(runs(fates.store)) == len(told), "one verdict each, none was made twice"
     assert not any(alive(pid) for pid in fates.tree)
-    assert "Slurm does not answer" in err
     assert "scheduler.time_limit" in out
 
 

@@ -174,8 +174,9 @@ def _turn(claimed: Path, me: str, log: str) -> Path | None:
         Log().note(f"{last.folder.name} has its verdict, {last.verdict.get('verdict')}: nothing to do")
         return None
     folder, number = store.claim_after(last.folder)
-    kept = {name: value for name, value in last.run.items() if name not in ("started", "argv", "env")}
-    store.write(folder / store.RUN_FILE, kept | {"attempt": number})
+    kept = {name: value for name, value in last.run.items() if name != "started"}
+    store.write(folder / store.RUN_FILE, kept | {"attempt": number, "argv": [], "env": {}, "beside": 0})
+    store.write(folder / store.JOB_FILE, {"id": me, "log": log})
     return folder
 
 

@@ -13,7 +13,7 @@ import subprocess
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-ANSWER_S = 30.0
+ANSWER_S, QUEUE_S = 30.0, 10.0  # who follows jobs does nothing else while the queue is asked for
 # States of a job that is not over; REQUEUED and the like pass within seconds.
 LIVE = frozenset(
     [
@@ -49,7 +49,7 @@ class Job:
 
 def queue() -> dict[str, Job] | None:
     """This user's jobs that the controller knows, by id (123 or 123_4); ended ones stay a while."""
-    said = _ask("squeue", "--noheader", "--array", "--me", "--states=all", "--format=%i|%T|%r")
+    said = _ask("squeue", "--noheader", "--array", "--me", "--states=all", "--format=%i|%T|%r", seconds=QUEUE_S)
     if said is None:
         return None
     rows = (line.strip().split("|", 2) for line in said.splitlines())
@@ -114,11 +114,11 @@ def requeue(job: str) -> bool:
     return _ask("scontrol", "requeue", job) is not None
 
 
-def _ask(*words: str) -> str | None:
+def _ask(*words: str, seconds: float = ANSWER_S) -> str | None:
     # Names and states as they are, whatever the user's settings of these tools say.
     env = {name: value for name, value in os.environ.items() if not name.startswith(("SQUEUE_", "SACCT_"))}
     try:
-        done = subprocess.run(words, capture_output=True, text=True, errors="replace", timeout=ANSWER_S, env=env)
+        done = subprocess.run(words, capture_output=True, text=True, errors="replace", timeout=seconds, env=env)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout if done.returncode == 0 else None

@@ -153,5 +153,7 @@ def _patiently(executor: Any, work: Sequence[Job], session: run.Session) -> list
 def _claim(one: spec.Run, session: run.Session) -> Path:
     """The directory of the attempt that a job will make, with what is known of it now."""
     folder, attempt = store.claim(session.folder, one)
-    store.write(folder / store.RUN_FILE, run.described(one, session.sweep, attempt) | store.who_am_i())
+    known = run.described(one, session.sweep, attempt) | {"argv": [], "env": {}, "beside": 0}
+    store.write(folder / store.RUN_FILE, known | store.who_am_i())
+    store.write(folder / store.SPEC_FILE, one.spec)
     return folder

@@ -20,7 +20,7 @@ from sweeper.here import Numbered
 from sweeper.verdict import Verdict, named
 
 POLL_S, POLL_EACH_S = 1.0, 0.01  # between two looks into the store, and the more the more there is to look at
-QUEUE_S = 5.0  # between two questions to Slurm
+QUEUE_S, AWAY_S = 5.0, 30.0  # between two questions to Slurm, and to a Slurm that did not answer
 # From a job's end, as Slurm tells it, to the belief that its records will not show up any more: shared file systems
 # keep what they saw of a directory for some seconds, and a job shows that it lives every five.
 SETTLE_S = 12.0
@@ -135,7 +135,7 @@ def _follow(watched: Sequence[Watched], session: run.Session) -> None:
                 queue = None
         if time.monotonic() >= asked:
             queue = slurm.queue()
-            asked = time.monotonic() + QUEUE_S
+            asked = time.monotonic() + (QUEUE_S if queue is not None else AWAY_S)
             if (line := _summary(following, queue)) != told:
                 told = line
                 session.display.note(line)

@@ -186,7 +186,7 @@ class Cluster:
         self.run("slurmctld")
 
     def stop_controller(self) -> None:
-        self._end(self.root / "slurmctld.pid")
+        self._end(self.root / "slurmctld.pid", patience=15.0)  # it saves what it knows
 
     def stop(self) -> None:
         """Stop everything that was started, by process id."""
@@ -222,13 +222,13 @@ class Cluster:
         path.write_text(text)
         return path
 
-    def _end(self, pid_file: Path) -> None:
+    def _end(self, pid_file: Path, patience: float = 1.0) -> None:
         try:
             pid = int(pid_file.read_text())
             os.kill(pid, signal.SIGTERM)
         except (OSError, ValueError):
             return
-        for _ in range(200):
+        for _ in range(int(20 * patience)):
             try:
                 os.kill(pid, 0)
             except ProcessLookupError:
