@@ -9,10 +9,7 @@ Every sum has one order: the same inputs give the same bits, forward and backwar
 
 from __future__ import annotations
 
-import contextlib
 import math
-import threading
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,12 +21,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from dflash.attention import KERNEL_WIDTHS
 from dflash.attention import triton_kernels as kernels
 from dflash.attention.mask import DFlashMask, first_visible
+from dflash.fused import launch
 
 LARGEST_BLOCK = 128
 NO_WINDOW = 1 << 30  # a window longer than any context
-
-# Triton compiles a kernel at its first launch, on the launching thread, and keeps it in plain dictionaries.
-_launching = threading.Lock()
 
 
 class Ranges(NamedTuple):
@@ -108,7 +103,7 @@ def attend_triton(q: Tensor, k: Tensor, v: Tensor, seen: Ranges) -> Tensor:
 def _key_tiles(anchor: Tensor, first: Tensor, context: int, block: int, window: int) -> Tensor:
     rows, blocks = anchor.shape
     out = anchor.new_empty(rows, triton.cdiv(context, BACKWARD_KEYS), 4)
-    with _launch(anchor):
+    with launch.on(anchor):
         kernels.key_tile_ranges[(out.shape[1], rows)](
             anchor, first, out, blocks, window, KEYS=BACKWARD_KEYS, M=BACKWARD_QUERIES, B=block
         )
@@ -132,7 +127,7 @@ def _attention(
     if slots:
         longest_key = q.new_zeros(rows, key_heads, dtype=torch.float32)
         grid = (triton.cdiv(slots, sizes.queries // pack), heads // pack, rows)
-        with _launch(q):
+        with launch.on(q):
             kernels.longest_keys[(min(64, triton.cdiv(k.shape[2], 128)), key_heads, rows)](
                 _tiled(k, 128), longest_key, k.shape[2], KEYS=128, D=width
             )
@@ -167,7 +162,7 @@ def _attention_backward(
         return dq, dk.zero_(), dv.zero_()
     delta = torch.empty_like(lse)
     scale, softmax_scale, precision = _log2_scale(width), width**-0.5, _precision(q)
-    with _launch(q):
+    with launch.on(q):
         per = max(1, OWN_ROWS // block)
         kernels.own_backward[(triton.cdiv(blocks, per), key_heads, rows)](
             q, k, v, out, grad, lse, anchor, delta, dk, dv,
@@ -217,14 +212,6 @@ def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ..
 
 
 _attention.register_autograd(_differentiate, setup_context=_keep)
-
-
-@contextlib.contextmanager
-def _launch(on: Tensor) -> Iterator[None]:
-    """Launch on the tensor's device, whatever the thread's is, one thread at a time."""
-    device = torch.cuda.device(on.device) if on.is_cuda else contextlib.nullcontext()
-    with _launching, device:
-        yield
 
 
 def _new_out(like: Tensor) -> Tensor:
