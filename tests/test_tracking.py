@@ -236,7 +236,7 @@ def test_variants_slots_and_evaluations_have_names_of_their_own(store: Path) -> 
         assert f"train/loss_slot/03/{variant}" not in metrics
         assert metrics[f"train/waited/target/{variant}"] == pytest.approx(0.2)
         assert metrics[f"train/tok_s/drafter/{variant}"] == 600
-        assert f"figures/loss_last/{variant}" in metrics
+        assert f"train_end/loss_last/{variant}" in metrics
     assert "train/loss" not in metrics
     assert metrics["ktok_s"] == pytest.approx(json.loads((folder / "verdict.json").read_text())["figures"]["ktok_s"])
     assert (metrics["tau/gsm8k/b8"], metrics["tau/gsm8k/b16"]) == (1.4, 1.7)

@@ -1,6 +1,6 @@
 """What a job reported, as MLflow's metrics: series over steps, evaluations, system metrics, and a run's last figures.
 
-Names: headline figures by their plain names, `tau*/<set>`, `train/*` (series over steps), `figures/*` (a run's last
+Names: headline figures by their plain names, `tau*/<set>`, `train/*` (series over steps), `train_end/*` (a run's last
 word), `use/*` (times, and cache counts as `use/cache.<layer>.<count>`) and `system/*`, which the UI shows in a tab of
 its own. A variant of a fanout is the last part of a name, `train/loss/b16`: the UI makes a section of what is equal
 before the last slash, so variants stand side by side.
@@ -124,8 +124,8 @@ def final(verdict: dict[str, Any]) -> dict[str, float]:
         size = finite(figures.pop(f"peak_{kind}_bytes", None))
         found[f"peak_{kind}_gb"] = None if size is None else size / 1e9
     for variant, learnt in (figures.pop("variants", None) or {}).items():
-        found |= {f"figures/{name}/{_part(variant)}": value for name, value in learnt.items()}
-    found |= {f"figures/{name}": value for name, value in figures.items()}
+        found |= {f"train_end/{name}/{_part(variant)}": value for name, value in learnt.items()}
+    found |= {f"train_end/{name}": value for name, value in figures.items()}
     found |= {f"use/{name}": verdict.get(name) for name in ("wall_s", "child_s", "overhead_s")}
     layers = (verdict.get("cache") or {}).get("layers") or {}
     for layer, counts in layers.items():
