@@ -20,6 +20,7 @@ from sweeper.measure import finite
 
 USAGE_FILE = "usage.jsonl"
 EVERY_S = 2.0
+AGAIN_S = 0.2  # where there was nothing to see: a run that begins
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,9 @@ class Meter:
             return
         self._next = time.monotonic() + EVERY_S
         with contextlib.suppress(OSError, psutil.Error):
-            if (told := self._use()) is not None:
+            if (told := self._use()) is None:
+                self._next = time.monotonic() + AGAIN_S
+            else:
                 with open(self._file, "a", encoding="utf-8") as file:
                     file.write(json.dumps(told) + "\n")
 

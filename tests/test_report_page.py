@@ -322,6 +322,20 @@ def test_what_cannot_be_reported_is_one_sentence(
     assert capsys.readouterr().err == said.format(**places) + "\n"
 
 
+def test_a_sweep_that_is_resumed_for_nothing_leaves_its_report_alone(tmp_path: Path) -> None:
+    folders = [write_run(tmp_path, {"compile": level}) for level in ("locked", "whole")]
+    sweep = planned(tmp_path, folders)
+    assert page.kept(sweep) == f"report: {sweep / page.HTML}"
+    files = [sweep / name for name in page.FILES]
+    for file in files:
+        os.utime(file, (4e9, 4e9))
+    assert page.kept(sweep) == f"report: {sweep / page.HTML}"
+    assert all(file.stat().st_mtime == 4e9 for file in files)
+    os.utime(folders[1] / "verdict.json", (5e9, 5e9))
+    page.kept(sweep)
+    assert all(file.stat().st_mtime < 4e9 for file in files), "a run ended since"
+
+
 def test_a_report_that_fails_is_told_and_harms_nothing(tmp_path: Path) -> None:
     told = page.kept(tmp_path)
     assert told.startswith("the report could not be written (FileNotFoundError")

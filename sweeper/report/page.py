@@ -36,13 +36,24 @@ def write(folder: Path, stopped: str = "", out: Path | None = None) -> tuple[Sto
 
 
 def kept(folder: Path, stopped: str = "") -> str:
-    """Write the files at the end of a sweep; says where they are. A view that fails is told: the runs are whole."""
+    """See to the files at the end of a sweep; says where they are. A view that fails is told: the runs are whole."""
     try:
-        _, files = write(folder, stopped)
+        if not _fresh(folder):
+            write(folder, stopped)
     except Exception as error:
         told = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         return f"the report could not be written ({told}); python -m sweeper.report {folder} tries again"
-    return f"report: {files[0]}"
+    return f"report: {folder / HTML}"
+
+
+def _fresh(folder: Path) -> bool:
+    """Whether the files tell all there is: each planned run is over, and was when they were written."""
+    if not all((folder / name).is_file() for name in FILES):
+        return False
+    written = min((folder / name).stat().st_mtime for name in FILES)
+    over, planned = store.planned(folder), (store.read_json(folder / "plan.json") or {})["runs"]
+    ends = [(one.folder / store.VERDICT_FILE).stat().st_mtime for one in over]
+    return len(ends) == len({one["identity"] for one in planned}) and max(ends, default=written) < written
 
 
 def html(story: Story) -> str:

@@ -180,7 +180,8 @@ def _timeline(one: Attempt, events: list[dict[str, Any]]) -> Timeline:
     began = finite(one.run.get("started")) or min((float(e["t"]) for e in events), default=0.0)
     done = next(iter(steps(events).values()), [])
     looks = usage.read(one.folder)
-    on_gpu = any(any(look.gpu_busy.values()) for look in looks)
+    device = next((event.get("device") for event in events if event["event"] == "start"), None)
+    on_gpu = device != "cpu" and any(any(look.gpu_busy.values()) for look in looks)
     if on_gpu:
         memory = [(look.t, sum(look.gpu_bytes.values()) / 1e9) for look in looks if look.gpu_bytes]
         busy = [(look.t, sum(look.gpu_busy.values()) / len(look.gpu_busy)) for look in looks if look.gpu_busy]
