@@ -7,11 +7,11 @@ import math
 import random
 import re
 import subprocess
-import sys
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 
+import forked
 import numpy as np
 import pytest
 from fakes import packages
@@ -260,8 +260,7 @@ if level >= first and "slow" not in sys.argv:
 
 
 def bisect(store: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "sweeper.bisect", *words, f"store={store}", "tracking=none"]
-    return subprocess.run(command, capture_output=True, text=True, cwd=store.parent, timeout=120)
+    return forked.run("sweeper.bisect", *words, f"store={store}", "tracking=none", cwd=store.parent, timeout=120)
 
 
 @pytest.fixture
