@@ -27,7 +27,7 @@ from dflash.strategies import check, make
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
-HALF = torch.float16 if INTERPRETED else torch.bfloat16  # the interpreter's bfloat16 is wrong (seen with 3.9)
+HALF = torch.float16 if INTERPRETED else torch.bfloat16  # the interpreter's tl.dot of bfloat16 is wrong (3.9)
 RUNS_HERE = INTERPRETED or torch.cuda.is_available()
 
 kernels = pytest.mark.skipif(not RUNS_HERE, reason="run in Triton's interpreter, by the test of that name")
