@@ -1,11 +1,10 @@
 """From prompts to an exported drafter, by the commands a user types, on the small target in tests/target."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 from transformers import AutoTokenizer
 
@@ -21,8 +20,7 @@ pytestmark = pytest.mark.slow
 
 
 def dflash(command: str, *words: object) -> str:
-    line = [sys.executable, "-m", "dflash", command, *map(str, words)]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=600)
+    done = forked.run("dflash", command, *map(str, words), timeout=600)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
