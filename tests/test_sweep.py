@@ -102,13 +102,6 @@ def test_a_cell_that_cannot_run_here_is_skipped_with_its_reason(tmp_path: Path) 
     assert len(runs(store)) == 1
 
 
-def test_no_password_of_a_tracking_server_is_kept(tmp_path: Path) -> None:
-    store = tmp_path / "store"
-    sweeper(store, *workload("ok"), "tracking.uri='http://me:hush@127.0.0.1:9'")
-    for path in store.rglob("*"):
-        assert not path.is_file() or b"hush" not in path.read_bytes(), path
-
-
 def test_strict_turns_a_bad_cell_into_status_3(tmp_path: Path) -> None:
     store = tmp_path / "store"
     assert sweeper(store, *workload("exit3")).returncode == 0

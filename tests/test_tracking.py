@@ -565,3 +565,16 @@ def test_the_sync_command(store: Path, capsys: Any) -> None:
     ):
         assert sync.main(words) == 2
         assert capsys.readouterr().err.startswith(f"sweeper.sync: {said}")
+
+
+def test_no_password_of_a_database_is_kept(tmp_path: Path) -> None:
+    pytest.importorskip("psycopg2", reason="the driver psycopg2 is not installed")
+    base = "tracking.uri='postgresql+psycopg2://me:hush@127.0.0.1:9/none'"
+    words = ["workload=command", "workload.argv=['true']", f"store={tmp_path}/store", "tracking=server", base]
+    done = subprocess.run([sys.executable, "-m", "sweeper", *words], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "postgresql+psycopg2://me@127.0.0.1:9/none cannot be reached" in done.stderr.replace("***@", "me@")
+    assert "hush" not in done.stdout + done.stderr
+    assert list(tmp_path.glob("store/runs/*/verdict.json"))
+    for path in tmp_path.rglob("*"):
+        assert not path.is_file() or b"hush" not in path.read_bytes(), path
