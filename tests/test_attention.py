@@ -192,3 +192,15 @@ def test_compiled_flex_equals_dense_on_cuda(window: int | None) -> None:
             expected = torch.autograd.grad((wanted * weight).sum(), (q, k, v))
             for one, other in zip(grads, expected, strict=True):
                 torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="Inductor makes other code for a CPU")
+@pytest.mark.parametrize(("rows", "context", "blocks", "block"), [(4, 3072, 512, 16), (1, 40_000, 1024, 32)])
+def test_tiles_can_be_listed_in_compiled_code(rows: int, context: int, blocks: int, block: int) -> None:
+    """Of the large shapes: a running sum compiled at the first and not at the second."""
+    anchors = torch.stack([torch.randperm(context)[:blocks].sort().values for _ in range(rows)])
+    mask = DFlashMask(torch.zeros(rows, context, dtype=torch.int64).cuda(), anchors.cuda(), block)
+    listed = torch.compile(block_mask, fullgraph=True, dynamic=False)(mask)
+    for name in ("kv", "full_kv", "q", "full_q"):
+        for part in ("_num_blocks", "_indices"):
+            assert torch.equal(getattr(listed, name + part), getattr(block_mask(mask), name + part))
