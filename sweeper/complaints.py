@@ -63,6 +63,8 @@ def _unknown_key(text: str, arguments: list[str]) -> str:
     match = re.search(r"Could not override '([^']+)'", text) or re.search(r"full_key: (\S+)", text)
     key = match[1] if match else "?"
     value = next((a.partition("=")[2] for a in arguments if a.lstrip("+~").partition("=")[0] == key), "")
+    if key.startswith("slurm.") and "hydra/launcher=slurm" not in arguments:
+        return f"{key}={value}: needs hydra/launcher=slurm"
     known = help.known_keys()
     last = key.rpartition(".")[2]
     near = difflib.get_close_matches(key, known, n=2, cutoff=0.7) or [k for k in known if k.rpartition(".")[2] == last]

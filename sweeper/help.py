@@ -40,6 +40,8 @@ usage: sweeper [-m] [-v] [key=value ...]          (or: python -m sweeper ...)
   sweeper split=1t2d fanout.a.drafter.block=8 fanout.b.drafter.block=16     two drafters on one stream of features
   sweeper -m +experiment=incident wheel=cu128,cu130    the incident replayed: what fails, how often, what cures it
   sweeper -m workload=command 'workload.argv=["{python}",train.py,--lr,"{args.lr}"]' args.lr=0.1,0.01    any command
+  sweeper -m jobs=auto compile=locked,whole split=1t1d,2t2d     several runs at once on one machine, each with its GPUs
+  sweeper -m hydra/launcher=slurm slurm.partition=gpu detach=true split=5t3d   each run a job of Slurm (docs/CLUSTER.md)
   python -m sweeper.bisect --help                 which torch, commit, value of an ordered list is the first bad one
 """
 NOTES = """\
@@ -126,7 +128,7 @@ def top_level() -> dict[str, tuple[str, str]]:
 def known_keys() -> list[str]:
     """Every key that a command line can set, dotted."""
     keys: set[str] = set(GROUPS)
-    for path in [CONF / "config.yaml", *(CONF / "workload").glob("*.yaml")]:
+    for path in [CONF / "config.yaml", CONF / "hydra" / "launcher" / "slurm.yaml", *(CONF / "workload").glob("*.yaml")]:
         prefix = "" if path.name == "config.yaml" or "_global_" in path.read_text().split("\n")[0] else "workload."
         keys.update(_flatten(_load(path), prefix))
     return sorted(key for key in keys if not key.startswith(("hydra", "defaults")) and not key.endswith("about"))

@@ -14,18 +14,19 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from dflash.events import EVENTS_FILE, EventReader
-from sweeper import run, spec, store, supervisor
+from sweeper import run, spec, store, supervisor, wheels
 from sweeper.cluster import slurm
 from sweeper.cluster.settings import read
 from sweeper.signatures import classify
@@ -137,7 +138,7 @@ def carry_out(job: Job) -> str:
             asked=lambda: why(told, record, began, job.options, folder),
         )
         try:
-            run.execute(job.run, session, 1, claimed=folder)
+            run.execute(_on_this_node(job.run), session, 1, claimed=folder)
             if store.attempt(folder).verdict is None:  # asked to end before it began
                 cause, words = why(told, record, began, job.options, folder)
                 store.close(folder, Verdict("killed", named(cause, words), words))
@@ -155,6 +156,13 @@ def carry_out(job: Job) -> str:
                 while len(told.heard) == heard and time.monotonic() < until:
                     time.sleep(0.1)
     return folder.name
+
+
+def _on_this_node(one: spec.Run) -> spec.Run:
+    """The run with the interpreter in use here, which in a container lies elsewhere than on the machine that submits."""
+    if one.wheel.name != wheels.CURRENT or os.path.exists(one.wheel.python):
+        return one
+    return replace(one, wheel=replace(one.wheel, python=sys.executable))
 
 
 def _turn(claimed: Path, me: str, log: str) -> Path | None:
