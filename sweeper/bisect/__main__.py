@@ -125,6 +125,8 @@ def _names(cells: Sequence[spec.Run], options: spec.Options, question: Question)
         raise SettingError("rerun", options.rerun, "a bisect uses what is done; take another store= to begin anew")
     if options.aa:
         raise SettingError("aa", "true", "a bisect measures the spread of each level by itself")
+    if options.detach:
+        raise SettingError("detach", "true", "a bisect has to see each run before it knows the next")
     if len(cells) < 2:
         raise SettingError("levels", question.levels, "must be at least two levels, in order")
     for name in cells[0].cell:

@@ -159,7 +159,7 @@ def carry_out(job: Job) -> str:
 
 
 def _on_this_node(one: spec.Run) -> spec.Run:
-    """The run with the interpreter in use here, which in a container lies elsewhere than on the machine that submits."""
+    """The run with the interpreter in use here: in a container it lies elsewhere than on the machine that submits."""
     if one.wheel.name != wheels.CURRENT or os.path.exists(one.wheel.python):
         return one
     return replace(one, wheel=replace(one.wheel, python=sys.executable))
