@@ -90,6 +90,26 @@ def test_who_needs_caches_waits_for_the_run_that_leaves_them(tmp_path: Path) -> 
     assert submit._makers(items, [], folder) == {cold.snapshot_key(): warm.identity}
 
 
+def test_runs_that_sbatch_refuses_have_that_as_their_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for name, does in (("srun", "exit 0"), ("sbatch", "echo 'sbatch: error: QOSMaxSubmitJobPerUserLimit' >&2; exit 1")):
+        (tools / name).write_text(f"#!/bin/sh\n{does}\n")
+        (tools / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tools}{os.pathsep}{os.environ['PATH']}")
+    during = session(tmp_path / "store")
+    during.options.slurm = {"gpus": 1, "cpus": 1}
+    runs = [job(wheel(tmp_path, "cu130"), "cold").repeated(n) for n in (1, 2)]
+    items = [(n, Planned(one, None, None)) for n, one in enumerate(runs, start=1)]
+    assert submit.submit(items, [], during) == []
+    for one in runs:
+        (attempt,) = store.attempts(during.folder, one)
+        assert attempt.cause == "scheduler.refused"
+        assert attempt.verdict is not None
+        assert attempt.verdict["reason"] == "not submitted: QOSMaxSubmitJobPerUserLimit"
+        assert not attempt.done, "the same command tries again"
+
+
 def told(*numbers: int) -> Told:
     return Told([(number, time.time()) for number in numbers])
 
