@@ -107,8 +107,8 @@ def _carry_out(plan: Plan, options: spec.Options, interrupts: Interrupts) -> tup
                 break
         if options.detach and (left := _with_slurm(wanted, session)):
             print(
-                f"{left} of {len(wanted)} runs are with Slurm; `python -m sweeper.status {plan.id}` tells of them, "
-                "the same command picks them up"
+                f"{left} of {len(wanted)} runs are with Slurm; `python -m sweeper.status {plan.id} --store "
+                f"{options.store}` tells of them, the same command picks them up"
             )
             return {}, True
         found = conclude(wanted, session, why)
