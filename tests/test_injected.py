@@ -34,7 +34,7 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
 
     def sweep(number: int) -> subprocess.CompletedProcess[str]:
         cells = ",".join(f"['{{python}}','{BROKEN}',{cause},'{{out}}']" for cause in causes[number::2])
-        words = ["-m", "workload=command", f"workload.argv={cells}", "budget.train=2", "budget.warmup=15", "grace=1"]
+        words = ["-m", "workload=command", f"workload.argv={cells}", "budget.train=2", "budget.warmup=2", "grace=5"]
         return sweeper(stores[number], *words, seconds=300)
 
     with ThreadPoolExecutor() as pool:
