@@ -17,6 +17,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+# What MLflow's database keeps of runs, by table.
+COLUMNS = {
+    "runs": "run_uuid, name, status, start_time, end_time",
+    "params": "run_uuid, key, value",
+    "tags": "run_uuid, key, value",
+    "metrics": "run_uuid, key, step, timestamp, value, is_nan",
+}
+
 
 def missing() -> str:
     """Why there can be no such server here; empty if there can."""
@@ -52,13 +60,18 @@ class Server:
             shutil.chown(self._folder, "postgres")
         make = [self._postgres / "initdb", "-D", data, "-U", "postgres", "-A", "trust", "--no-sync", "-E", "UTF8"]
         subprocess.run(make, check=True, capture_output=True, cwd="/", **self._as)
-        serve = [self._postgres / "postgres", "-D", data, "-p", str(self.database), "-k", data, "-h", "127.0.0.1"]
-        quick = ["-c", "fsync=off", "-c", "full_page_writes=off"]
-        with open(self._folder / "base.log", "wb") as log:
-            self._base = subprocess.Popen([*serve, *quick], stdout=log, stderr=log, cwd="/", **self._as)
-        wait_for(lambda: answers(self.database))
+        self.start_database()
         self.start()
         return self
+
+    def start_database(self) -> None:
+        """Start PostgreSQL and wait until it takes connections."""
+        data = self._folder / "base"
+        serve = [self._postgres / "postgres", "-D", data, "-p", str(self.database), "-k", data, "-h", "127.0.0.1"]
+        quick = ["-c", "fsync=off", "-c", "full_page_writes=off"]
+        with open(self._folder / "base.log", "ab") as log:
+            self._base = subprocess.Popen([*serve, *quick], stdout=log, stderr=log, cwd="/", **self._as)
+        wait_for(lambda: answers(self.database))
 
     def start(self) -> None:
         """Start the MLflow server and wait until it answers."""
@@ -84,16 +97,10 @@ class Server:
         """What the database holds of runs, in full."""
         import psycopg2
 
-        columns = {
-            "runs": "run_uuid, name, status, start_time, end_time",
-            "params": "run_uuid, key, value",
-            "tags": "run_uuid, key, value",
-            "metrics": "run_uuid, key, step, timestamp, value, is_nan",
-        }
         base = psycopg2.connect(host="127.0.0.1", port=self.database, user="postgres", dbname="postgres")
         with contextlib.closing(base), base.cursor() as cursor:
             found = {}
-            for name, wanted in columns.items():
+            for name, wanted in COLUMNS.items():
                 cursor.execute(f"SELECT {wanted} FROM {name} ORDER BY {wanted}")
                 found[name] = cursor.fetchall()
         return found
@@ -104,11 +111,16 @@ class Server:
             self._server.wait()
             self._server = None
 
-    def __exit__(self, *_: object) -> None:
-        self.kill()
+    def kill_database(self) -> None:
+        """End PostgreSQL at once; it recovers when it is started again."""
         if self._base:
             self._base.send_signal(signal.SIGQUIT)
             self._base.wait()
+            self._base = None
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        self.kill_database()
 
 
 def free_port() -> int:

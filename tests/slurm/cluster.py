@@ -147,7 +147,7 @@ class Cluster:
         _until(lambda: self.answers("sacctmgr", "-n", "list", "cluster"), "slurmdbd")
         self.run("sacctmgr", "-i", "add", "cluster", "test")
         self.controller()
-        self.run("slurmd", "-N", self.host)
+        self.node()
         _until(lambda: "idle" in self.answers("sinfo", "-h", "-o", "%T").split(), "an idle node")
 
     def _munge(self) -> None:
@@ -184,6 +184,10 @@ class Cluster:
     def controller(self) -> None:
         """Start slurmctld."""
         self.run("slurmctld")
+
+    def node(self) -> None:
+        """Start slurmd."""
+        self.run("slurmd", "-N", self.host)
 
     def stop_controller(self) -> None:
         self._end(self.root / "slurmctld.pid", patience=15.0)  # it saves what it knows
