@@ -3,13 +3,16 @@
 import errno
 import json
 import os
+import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
-from fakes.command import only, runs, started, sweeper, workload
+from fakes.command import only, runs, started, sweeper, until, workload
 
 from dflash.events import STAGES
 from sweeper import run, spec, store
@@ -228,6 +231,88 @@ def test_priming_happens_once_however_many_ask(tmp_path: Path) -> None:
     found = runs(store)
     assert len([name for name in found if name.startswith("prime")]) == 1
     assert [verdict["cache"]["proved"] for name, verdict in found.items() if "-warm-" in name] == ["warm"] * 3
+
+
+def compiling(*graphs: str) -> list[str]:
+    """Overrides that make a job that compiles these graphs the workload, started from a warm cache."""
+    words = ",".join(f"'{word}'" for word in ("{python}", COMPILER, "{out}", *graphs))
+    return ["workload=command", f"workload.argv=[{words}]", "cache=warm"]
+
+
+def left(store: Path) -> list[psutil.Process]:
+    """Processes that work for a store, and whose harness need not live any more."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            told = [*process.cmdline(), *process.environ().values()]
+        except psutil.Error:
+            continue
+        if any(str(store) in word for word in told):
+            found.append(process)
+    return found
+
+
+def primed_again(store: Path, cells: list[str], times: int) -> None:
+    """The next start after a kill primes so many times, and its run is warm by a snapshot that is whole."""
+    done = sweeper(store, *cells)
+    assert done.returncode == 0, done.stderr
+    found = runs(store)
+    killed, *primed = (verdict for name, verdict in found.items() if name.startswith("prime"))
+    assert (killed["verdict"], killed["signature"]["cause"]) == ("killed", "sweep.harness_died")
+    assert [one["verdict"] for one in primed] == ["ok"] * times
+    warm = found[max(name for name in found if "-warm-" in name)]
+    assert (warm["verdict"], warm["cache"]["proved"]) == ("ok", "warm")
+    assert "2 hits" in warm["cache"]["why"]
+    assert [one.files for one in snapshots.survey(store) if one.state == "whole"] == [3], "two graphs and a manifest"
+    assert not list(store.glob("runs/*/caches"))
+    assert not left(store)
+
+
+def test_a_harness_killed_while_it_primes_leaves_nothing_and_the_next_one_primes(tmp_path: Path) -> None:
+    store, hold = tmp_path / "store", tmp_path / "b"
+    cells = compiling("a", str(hold))
+    hold.touch()
+    with started(store, *cells, "grace=0.5") as harness:
+        until(lambda: list(store.glob("runs/prime-*/caches/inductor/fxgraph/a-*")))
+        assert len(left(store)) >= 2, "a leash and its child"
+        harness.kill()
+    until(lambda: not left(store))
+    assert not snapshots.survey(store)
+    hold.unlink()
+    primed_again(store, cells, 1)
+
+
+# The command, killed by itself at the first call of the system (as Python's audit events name it) on such a path.
+KILLED_AT = """
+import os, signal, sys
+from sweeper.__main__ import command
+
+called, part = sys.argv[1:3]
+sys.addaudithook(
+    lambda event, given: event == called and part in str(given[0]) and os.kill(os.getpid(), signal.SIGKILL)
+)
+command(sys.argv[3:])
+"""
+
+
+@pytest.mark.parametrize(
+    ("called", "part", "states", "times"),
+    [
+        ("open", "/files/inductor/fxgraph/b", ["unfinished"], 1),  # not all checksums are taken
+        ("os.rename", ".tmp-", ["unfinished"], 1),  # all is written but has not its name
+        ("open", "/.verdict.json", ["whole"], 0),  # it has its name, and the run that made it no verdict
+    ],
+)
+def test_a_harness_killed_while_it_stores_a_snapshot_leaves_a_whole_one_or_none(
+    tmp_path: Path, called: str, part: str, states: list[str], times: int
+) -> None:
+    store, cells = tmp_path / "store", compiling("a", "b")
+    words = [*cells, f"store={store}", "tracking=none"]
+    killed = subprocess.run([sys.executable, "-c", KILLED_AT, called, part, *words], cwd=tmp_path, capture_output=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    until(lambda: not left(store))
+    assert [one.state for one in snapshots.survey(store)] == states
+    primed_again(store, cells, times)
 
 
 def test_a_warm_up_command_of_ones_own(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """Stand-in for a job that compiles: `compiler.py OUT [GRAPH ...]`. Stdlib only.
 
 A graph found in the cache is a hit, one that is not a miss, and is put there. As with PyTorch, what another
-interpreter compiled is never found: its name is part of the key.
+interpreter compiled is never found: its name is part of the key. A graph that is the path of a file takes for ever
+while that file is there.
 """
 
 import json
@@ -14,7 +15,10 @@ from pathlib import Path
 def main(out: str, *graphs: str) -> None:
     counted = {"hits": 0, "misses": 0, "bypasses": 0, "guard_misses": 0}
     for graph in graphs:
-        path = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"], "fxgraph", f"{graph}-{Path(sys.executable).name}")
+        while Path(graph).is_file():
+            time.sleep(0.05)
+        name = f"{Path(graph).name}-{Path(sys.executable).name}"
+        path = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"], "fxgraph", name)
         counted["hits" if path.exists() else "misses"] += 1
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("compiled")
