@@ -308,7 +308,8 @@ def _take_checkpoints(record: _Record) -> None:
     """
     if not (record.run.spec.get("train") or {}).get("save_every"):
         return
-    earlier = [one for one in store.siblings(record.folder) if one.number < record.attempt]
+    # A directory without a record is of a harness that was killed before it took anything over.
+    earlier = [one for one in store.siblings(record.folder) if one.number < record.attempt and one.run]
     if not earlier or earlier[-1].cause not in store.RESUMED:
         return
     before = earlier[-1].folder

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash.events import EVENTS_FILE, EventReader
-from sweeper import store
+from sweeper import store, supervisor
 from sweeper.display import Watch, duration
 from sweeper.store import Attempt
 
@@ -62,7 +62,7 @@ def settled(folder: Path) -> None:
     from sweeper.cluster import watch
 
     with contextlib.suppress(OSError):
-        store.reconcile(folder)
+        store.reconcile(folder, supervisor.ended)
         watch.close_dead(one.folder for several in store.history(folder).values() for one in several[-1:])
 
 

@@ -189,11 +189,14 @@ def adopt(old: Attempt, run: Run, sweep: str) -> None:
         write(old.folder / RUN_FILE, old.run)
 
 
-def reconcile(store: Path) -> list[Path]:
-    """Give every run whose harness died its verdict; returns their directories. The leash ended its tree."""
+def reconcile(store: Path, ended: Callable[[Path], bool]) -> list[Path]:
+    """Give every run whose harness died its verdict; returns their directories.
+
+    `ended` says whether no process of such a run is left: what it still saves, the next attempt goes on from.
+    """
     closed = []
     for folder in _folders(store):
-        if (folder / VERDICT_FILE).exists() or alive(folder):
+        if (folder / VERDICT_FILE).exists() or alive(folder) or not ended(folder):
             continue
         why = "the harness died before this run had a verdict"
         close(folder, Verdict("killed", named("sweep.harness_died", why), why))

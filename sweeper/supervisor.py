@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from sweeper.progress import Printed
 from sweeper.usage import Meter
 
 LOG_FILE = "child.log"
+LEASH = Path(__file__).with_name("leash.py")
 LOG_TAIL = 64 * 1024  # bytes of the log that are looked at; the file itself keeps everything
 POLL_S = 0.1
 TICK_S = 5.0
@@ -117,10 +118,9 @@ def supervise(
     killed_before = machine.oom_kills()
     log = run_dir / LOG_FILE
     ours, theirs = socket.socketpair()
-    leash = Path(__file__).with_name("leash.py")
     with theirs, open(log, "ab") as output:
         process = subprocess.Popen(
-            [sys.executable, "-I", str(leash), str(theirs.fileno()), str(grace), "--", *argv],
+            [sys.executable, "-I", str(LEASH), str(theirs.fileno()), str(grace), "--", *argv],
             env=dict(env),
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -330,11 +330,38 @@ def _dump_stacks(child: int | None) -> str:
     return text
 
 
+def ended(run_dir: Path) -> bool:
+    """Whether no process of a run is left."""
+    return not any(_marked(run_dir))
+
+
+def end_left(run_dir: Path, patience_s: float, interrupted: Callable[[], int]) -> bool:
+    """Whether no process of a run whose harness died is left, which is waited for; False after an interrupt.
+
+    Its leash ends them and lets the child save meanwhile. Where the leash was killed too, or did not do it in
+    `patience_s` seconds, they are killed here.
+    """
+    deadline = time.monotonic() + patience_s
+    while (left := list(_marked(run_dir))) and not interrupted():
+        leashed = any(str(LEASH) in words for _, words in left)
+        if not leashed or time.monotonic() > deadline:
+            _end_marked(run_dir)
+        time.sleep(POLL_S)
+    return not left
+
+
 def _end_marked(run_dir: Path) -> None:
+    for process, _ in _marked(run_dir):
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+
+
+def _marked(run_dir: Path) -> Iterator[tuple[psutil.Process, list[str]]]:
+    """The living processes of a run, and the words that each was started with."""
     for process in psutil.process_iter():
         try:
-            if process.environ().get(RUN_MARK) == str(run_dir):
-                process.kill()
+            if process.environ().get(RUN_MARK) == str(run_dir) and process.status() != psutil.STATUS_ZOMBIE:
+                yield process, process.cmdline()
         except psutil.Error:
             continue
 

@@ -13,12 +13,13 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from dflash.settings import SettingError
-from sweeper import help, here, leases, run, spec, store, wheels
+from sweeper import help, here, leases, run, spec, store, supervisor, wheels
 from sweeper.composed import Composed
 from sweeper.here import Numbered
 from sweeper.plan import Plan, Planned, command_line, describe, make_plan, record, title
@@ -142,7 +143,7 @@ def opened(plan: Plan, options: spec.Options, interrupts: Interrupts) -> Iterato
     )
     tracker = tracking.make(options.tracking, options.folder)
     try:
-        for closed in store.reconcile(options.folder):
+        for closed in store.reconcile(options.folder, partial(_ended, options, screen, interrupts)):
             screen.note(f"{closed.name}: its harness died; verdict killed")
             tracker.finish(closed)
         folder = options.folder / "sweeps" / plan.id
@@ -157,6 +158,14 @@ def opened(plan: Plan, options: spec.Options, interrupts: Interrupts) -> Iterato
         interrupts.limit = min(interrupts.limit, interrupts.count + 1)
         if interrupts.count < 2:
             tracker.close()
+
+
+def _ended(options: spec.Options, screen: Any, interrupts: Interrupts, folder: Path) -> bool:
+    """Whether the processes of a run whose harness died are gone, for which it waits."""
+    if not supervisor.ended(folder):
+        screen.note(f"{folder.name}: its harness died; waiting for its processes to end")
+    # A second more than the leash gives them.
+    return supervisor.end_left(folder, options.grace + 1, interrupts.look)
 
 
 def do(item: Planned, session: run.Session, place: int) -> None:
