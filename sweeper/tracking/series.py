@@ -98,6 +98,11 @@ class Job:
             found += _metrics(named, one.t, one.step, one.variant)
         return found
 
+    def last_speed(self) -> float | None:
+        """What `metrics` gave as ktok_s of the last step; None if it gave none."""
+        done = [step for _, step in sorted(next(iter(self.steps.values()), {}).items())]
+        return next((point.value for point in self._speeds(done, done[-1:])), None)
+
     @property
     def told(self) -> Told:
         """How far MLflow knows this job once all of `metrics` is logged."""
