@@ -3,10 +3,10 @@
     python tests/kill_anywhere.py --times 50 --seed 1 [--where local server slurm] [--keep DIR]
 
 A round is a sweep of four runs, which save checkpoints, leave and take caches and each have a helper in a session of
-its own. While the command works, some of its processes, of its runs' or of the servers it depends on are ended at random
-moments in random ways; then the same command is given until it is through, and `faults` looks at what is there: the
-run directories, the rows of MLflow's database, the processes of this machine, the locks. Everything is real but the job
-and the GPUs, which are made up. Prints a line a round; status 1 when a round left something wrong.
+its own. While the command works, some of its processes, of its runs' or of the servers it depends on are ended at
+random moments in random ways; then the same command is given until it is through, and `faults` looks at what is
+there: the run directories, the rows of MLflow's database, the processes of this machine, the locks. Everything is real
+but the job and the GPUs, which are made up. Prints a line a round; status 1 when a round left something wrong.
 """
 
 from __future__ import annotations
@@ -100,13 +100,12 @@ def play(place: Place, number: int, rng: random.Random) -> Round:
         done.starts += 1
         down: list[Callable[[], None]] = []
         try:
-            time.sleep(rng.uniform(0.5, 3.0))
+            time.sleep(rng.uniform(1.5, 5.0))
             for _ in range(rng.randint(1, 3)):
                 time.sleep(rng.uniform(0.0, 3.0))
                 if command.poll() is not None:
                     break
-                if said := _strike(place, command, rng, down):
-                    done.strikes.append(said)
+                done.strikes.append(_strike(place, command, rng, down))
             for start in down:
                 start()
             down.clear()
@@ -142,11 +141,13 @@ def _end(command: subprocess.Popen[str]) -> None:
 
 
 def _strike(place: Place, command: subprocess.Popen[str], rng: random.Random, down: list[Callable[[], None]]) -> str:
-    """End one process in one way; says what was done, nothing when there was no such process at that moment."""
-    victims = ["harness", "harness", "leash", "child", "helper", *place.servers]
-    if place.name == "slurm":
-        victims.append("job")
-    name, way = rng.choice(victims), rng.choice(WAYS)
+    """End one process of those that are there in one way; says what was done."""
+    there: dict[str, list[int]] = collections.defaultdict(list)
+    for process, kind in processes(place.store):
+        there[kind].append(process.pid)
+    there["harness"] = [command.pid]
+    victims = [kind for kind in ("harness", "leash", "child", "helper", "job") if there[kind]]
+    name, way = rng.choice(["harness", *victims, *place.servers]), rng.choice(WAYS)
     if name in place.servers:
         kill, start = place.servers[name]
         way = kill(way)
@@ -155,13 +156,7 @@ def _strike(place: Place, command: subprocess.Popen[str], rng: random.Random, do
             time.sleep(rng.uniform(0.0, 2.0))
             down.pop()()
         return f"{name} {way}"
-    if name == "harness":
-        found = [command.pid]
-    else:
-        found = [process.pid for process, kind in processes(place.store) if kind == name]
-    if not found:
-        return ""
-    end(rng.choice(found), way, rng.uniform(0.0, 1.5))
+    end(rng.choice(there[name]), way, rng.uniform(0.0, 1.5))
     return f"{name} {way}"
 
 
