@@ -51,6 +51,8 @@ KINDS: dict[str, str] = {
     "compile_seconds_by_thread, attention_calls, uncompiled_calls, flag_stuck (true|false|thread-local); "
     "at (steady|end)",
     "memory": "peaks so far: rss_bytes, gpu_bytes {device: bytes}",
+    "spans": "where workers spent their time, if that was to be told: spans [[worker, what (target|copy|step|"
+    "optimiser on a device; hand over|wait of a thread), from, to (Unix seconds)]]",
     "warning": "the run goes on but its reader must know: code, message",
     "failure": "the root failure: type, message, traceback, worker, holders [{thread, path, seconds_before, open}] "
     "(who held the FX-tracing flag), stacks",

@@ -63,6 +63,7 @@ class Plan:
     feature_width: int  # Target.width
     feature_dtype: torch.dtype
     facts: dict[str, Any]  # of target and data, for the card of a trained drafter
+    spans: bool = False  # workers tell where their time goes (pipeline/spans.py)
 
     def facts_of(self, variant: Variant) -> dict[str, Any]:
         """What the card of a variant's drafter tells beside what training reached."""

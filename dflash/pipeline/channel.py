@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dflash.pipeline.batch import Batch
+from dflash.pipeline.transfer import carried, fetched, lock_pages, stored
 from dflash.strategies import Aborted
 
 
@@ -34,7 +35,9 @@ class Channel(Protocol):
 
 
 class ThreadChannel:
-    """Between two threads; batches pass by reference."""
+    """Between two threads; batches pass by reference, and on the way to another GPU are copied when taken out: while
+    it computes on the batch before, for a drafter's thread is a step ahead of its device.
+    """
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit = limit_bytes
@@ -70,7 +73,7 @@ class ThreadChannel:
             self._bytes -= batch.bytes
             self._changed.notify_all()
         assert batch.features is not None
-        return replace(batch, features=batch.features.to(device))
+        return replace(batch, features=carried(batch.features, device))
 
     def stats(self) -> ChannelStats:
         return ChannelStats(self._bytes, self._target_waited, self._drafter_waited)
@@ -84,8 +87,10 @@ class ThreadChannel:
 class ProcessChannel:
     """Between two processes: features lie in a ring of slots in shared memory, as many as the bound allows.
 
-    Slots are made once, for shapes are constant; only a batch's small tensors are pickled. Waiters are not
-    woken on abort: the parent ends the processes.
+    Slots are made once, for shapes are constant; only a batch's small tensors are pickled. GPUs copy into them and
+    out of them beside their computing, for each end locks their pages at its first batch. (Memory of a GPU shared
+    between processes would save the way over the host, which is hidden anyhow, at the price of rules about who may
+    end when.) Waiters are not woken on abort: the parent ends the processes.
     """
 
     def __init__(self, limit_bytes: int, shape: tuple[int, ...], dtype: torch.dtype, context: Any) -> None:
@@ -95,6 +100,7 @@ class ProcessChannel:
         self._free, self._ready = context.Semaphore(count), context.SimpleQueue()
         self._waiting = context.Value("q", 0)
         self._target_waited, self._drafter_waited = context.Value("d", 0.0), context.Value("d", 0.0)
+        self._locked = False
         self._next = 0  # the slot that this end uses next: writer and reader go round in the same order
 
     def put(self, batch: Batch) -> None:
@@ -102,7 +108,7 @@ class ProcessChannel:
         self._free.acquire()
         self._target_waited.value += time.perf_counter() - since  # one writer
         assert batch.features is not None
-        self._slots[self._next].copy_(batch.features)
+        stored(batch.features, self._slot(batch.features.device))
         self._next = (self._next + 1) % len(self._slots)
         with self._waiting.get_lock():
             self._waiting.value += 1
@@ -113,7 +119,7 @@ class ProcessChannel:
         since = time.perf_counter()
         small = self._ready.get()
         self._drafter_waited.value += time.perf_counter() - since  # one reader
-        features = self._slots[self._next].to(device, copy=True)
+        features = fetched(self._slot(device), device)
         self._next = (self._next + 1) % len(self._slots)
         with self._waiting.get_lock():
             self._waiting.value -= 1
@@ -122,6 +128,12 @@ class ProcessChannel:
             k: v if isinstance(v, int | float) else torch.from_numpy(v) for k, v in small.items()
         }
         return Batch(**tensors, features=features)
+
+    def _slot(self, device: torch.device) -> Tensor:
+        if device.type == "cuda" and not self._locked:
+            lock_pages(self._slots)
+            self._locked = True
+        return self._slots[self._next]
 
     def stats(self) -> ChannelStats:
         return ChannelStats(self._waiting.value * self._size, self._target_waited.value, self._drafter_waited.value)

@@ -21,6 +21,7 @@ from dflash.pipeline.batch import Batch
 from dflash.pipeline.evaluation import Evaluation
 from dflash.pipeline.layout import Seat
 from dflash.pipeline.report import Reporter
+from dflash.pipeline.spans import span
 from dflash.pipeline.step import FrozenEnds, gradient_step
 from dflash.pipeline.sums import StepSums
 from dflash.pipeline.tools import Tools
@@ -92,7 +93,7 @@ def run_drafter(tools: Tools, work: Work) -> tuple[str, dict[str, Any]]:
             reporter.step_begins(step)
         total = _gradient(tools, work, name, master, forward, step, warm, reporter)
         total = work.averager.total(seat.rank, total)
-        with strategy.quiet():
+        with strategy.quiet(), span("optimiser", device):
             split = len(total) - sums.length(job.drafter.block)
             gradient, summed = total[:split], total[split:]
             lr = learning_rate(step, job.train.steps, job.optim)
@@ -145,7 +146,8 @@ def _gradient(
     job, layout, strategy = work.job, tools.layout, tools.strategy
     device, total = work.ends.head.device, None
     for index in layout.used_by(work.seat.rank, step):
-        batch = tools.channels[layout.maker(index), work.seat.worker].get(device)
+        with span("wait"):
+            batch = tools.channels[layout.maker(index), work.seat.worker].get(device)
         if reporter:
             reporter.batch_arrived(batch)
         shape_class = (str(device), tuple(batch.tokens.shape), job.drafter.anchors, job.drafter.block)
@@ -154,7 +156,8 @@ def _gradient(
         def body(batch: Batch = batch, stop: bool = stop) -> Tensor:
             return gradient_step(job, work.drafter, forward, work.ends, batch, batch.made > warm, stop)
 
-        counted = strategy.run(name, shape_class, body)
+        with span("step", device):
+            counted = strategy.run(name, shape_class, body)
         with strategy.quiet():
             here = master.gradient(counted)
             total = here if total is None else total.add_(here)

@@ -18,6 +18,7 @@ import torch
 from dflash.devices import Placement
 from dflash.events import EVENTS_FILE, EventWriter
 from dflash.failure import report_failure
+from dflash.pipeline import spans
 from dflash.pipeline.average import PeerLost, ProcessAverager
 from dflash.pipeline.batch import BatchSource
 from dflash.pipeline.channel import Channel, ProcessChannel
@@ -47,15 +48,22 @@ class Post:
     cpu_threads: int
     channels: dict[tuple[int, int], Channel]
     stop: Any  # multiprocessing.Event
+    kind: type[Target]
     target: int | None = None
     seat: Seat | None = None
     averager: ProcessAverager | None = None
 
 
 def run_in_processes(
-    plan: Plan, placement: Placement, out: Path, events: EventWriter, probe: Probe, stop: threading.Event
+    plan: Plan,
+    placement: Placement,
+    out: Path,
+    events: EventWriter,
+    probe: Probe,
+    stop: threading.Event,
+    kind: type[Target] = Target,
 ) -> str:
-    """Run a job to its end; gives its status (dflash.train.train)."""
+    """Run a job to its end; gives its status (dflash.train.train). `kind` knows how targets are loaded."""
     job, layout = plan.job, plan.layout
     size = (job.train.rows, job.data.row_tokens, plan.feature_width)
     context = torch.multiprocessing.get_context("spawn")
@@ -68,7 +76,15 @@ def run_in_processes(
         name: ProcessAverager(layout.ranks, meeting) for name, meeting in zip(layout.variants, meetings, strict=True)
     }
     stopping = context.Event()
-    post = partial(Post, plan=plan, out=out, cpu_threads=placement.cpu_threads, channels=channels, stop=stopping)
+    post = partial(
+        Post,
+        plan=plan,
+        out=out,
+        cpu_threads=placement.cpu_threads,
+        channels=channels,
+        stop=stopping,
+        kind=kind,
+    )
     posts = [
         post(name=f"drafter{seat.worker}", devices=(device,), seat=seat, averager=averagers[seat.variant])
         for seat, device in zip(layout.seats, placement.drafters, strict=True)
@@ -133,22 +149,26 @@ def _work(post: Post) -> None:
     events = EventWriter(post.out / EVENTS_FILE)
     probe = Probe(events)
     probe.install()
+    if plan.spans:
+        spans.start()
     try:
         torch.set_num_threads(post.cpu_threads)
         strategy = make_strategy(job, post.devices[0].type, probe)
         tools = Tools(job, plan.layout, plan.done, post.channels, events, probe, strategy, post.stop.is_set)
         if post.target is not None:
-            target = Target.load(job.target, post.devices, whole_target(job))
+            target = post.kind.load(job.target, post.devices, whole_target(job))
             run_target(tools, post.target, target, BatchSource(plan.data.rows, job.train.rows, job.seed))
+            spans.report(events)
             return
         assert post.seat is not None
         assert post.averager is not None
         variant = plan.variants[post.seat.variant]
-        ends = Target.ends(job.target, post.devices[0], whole_target(job))
+        ends = post.kind.ends(job.target, post.devices[0], whole_target(job))
         made = make_drafter(variant, ends, strategy, post.devices[0])
         evaluation = Evaluation(job, post.devices[0]) if job.eval.prompts and post.seat.rank == 0 else None
         status = draft(tools, Work(post.seat, variant, *made, post.averager, evaluation, ends, plan.facts_of(variant)))
         post.averager.close()
+        spans.report(events)
         events.emit("counters", at="end", **probe.counters())
         events.emit("memory", **probe.memory())
         sys.exit(EXIT[status])

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from collections import deque
+from dataclasses import dataclass, replace
 
 import torch
 
-from dflash.pipeline.batch import BatchSource
+from dflash.pipeline.batch import Batch, BatchSource
+from dflash.pipeline.spans import span
 from dflash.pipeline.tools import Tools
+from dflash.pipeline.transfer import sent
 from dflash.target import Target
+
+# Batches that a device is given while the one before waits to be handed over: it never runs dry meanwhile.
+AHEAD = {"cuda": 1}
 
 
 def run_target(tools: Tools, number: int, target: Target, source: BatchSource) -> None:
@@ -18,20 +24,52 @@ def run_target(tools: Tools, number: int, target: Target, source: BatchSource) -
     """
     tools.announce("target", number, target.device)
     tools.strategy.setup_thread()
+    given: deque[_Given] = deque()
+    for index in tools.layout.made_by(number, min(tools.done.values()), tools.job.train.steps):
+        given.append(_give(tools, target, source.batch(index)))
+        while len(given) > AHEAD.get(target.device.type, 0):
+            _hand_over(tools, number, source, given.popleft().finished())
+    while given:
+        _hand_over(tools, number, source, given.popleft().finished())
+
+
+@dataclass(frozen=True)
+class _Given:
+    """A batch whose features a device is making."""
+
+    batch: Batch
+    seconds: float  # what the caller's thread took
+    events: tuple[torch.cuda.Event, torch.cuda.Event] | None  # when the device began and ended, if it is a GPU
+
+    def finished(self) -> Batch:
+        """The batch once its features are made."""
+        seconds = self.seconds
+        if self.events:
+            began, ended = self.events
+            ended.synchronize()
+            seconds = began.elapsed_time(ended) / 1e3
+        return replace(self.batch, made=time.time(), seconds=seconds)
+
+
+def _give(tools: Tools, target: Target, batch: Batch) -> _Given:
+    device, began, events = target.device, time.perf_counter(), None
+    if device.type == "cuda":
+        events = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+    with tools.strategy.quiet(), span("target", device):
+        if events:
+            events[0].record(torch.cuda.current_stream(device))
+        features = target.features(
+            sent(batch.tokens, device), sent(batch.document, device), sent(batch.position, device)
+        )
+        if events:
+            events[1].record(torch.cuda.current_stream(device))
+    return _Given(replace(batch, features=features), time.perf_counter() - began, events)
+
+
+def _hand_over(tools: Tools, number: int, source: BatchSource, batch: Batch) -> None:
     layout, variants = tools.layout, tools.job.variants()
-    for index in layout.made_by(number, min(tools.done.values()), tools.job.train.steps):
-        began = time.perf_counter()
-        batch = source.batch(index)
-        with tools.strategy.quiet():
-            features = target.features(
-                batch.tokens.to(target.device),
-                batch.document.to(target.device),
-                batch.position.to(target.device),
-            )
-            if features.is_cuda:
-                torch.cuda.current_stream(features.device).synchronize()
-        batch = replace(batch, features=features, made=time.time(), seconds=time.perf_counter() - began)
-        for worker, variant in zip(layout.users(index), layout.variants, strict=True):
-            if layout.step_of(index) > tools.done[variant]:  # a variant may have been further when all were stopped
-                anchored = source.anchored(batch, variants[variant].drafter.anchors)
+    for worker, variant in zip(layout.users(batch.index), layout.variants, strict=True):
+        if layout.step_of(batch.index) > tools.done[variant]:  # a variant may have been further when all were stopped
+            anchored = source.anchored(batch, variants[variant].drafter.anchors)
+            with span("hand over"):
                 tools.channels[number, worker].put(anchored)

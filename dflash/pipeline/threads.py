@@ -11,6 +11,7 @@ from typing import Any
 from dflash.devices import Placement
 from dflash.events import EventWriter
 from dflash.failure import report_failure
+from dflash.pipeline import spans
 from dflash.pipeline.average import ThreadAverager
 from dflash.pipeline.batch import BatchSource
 from dflash.pipeline.channel import ThreadChannel
@@ -29,15 +30,21 @@ ABORT_GRACE_S = 15.0
 
 
 def run_in_threads(
-    plan: Plan, placement: Placement, out: Path, events: EventWriter, probe: Probe, stop: threading.Event
+    plan: Plan,
+    placement: Placement,
+    out: Path,
+    events: EventWriter,
+    probe: Probe,
+    stop: threading.Event,
+    kind: type[Target] = Target,
 ) -> str:
-    """Run a job to its end; gives its status (dflash.train.train)."""
+    """Run a job to its end; gives its status (dflash.train.train). `kind` knows how targets are loaded."""
     job, layout = plan.job, plan.layout
     strategy = make_strategy(job, placement.kind, probe)
     targets: list[Target] = []  # replicas share their frozen weights where they stand on one device
     for number, devices in enumerate(placement.targets):
         first = not targets
-        targets.append(Target.load(job.target, devices, whole_target(job)) if first else targets[0].replica(devices))
+        targets.append(kind.load(job.target, devices, whole_target(job)) if first else targets[0].replica(devices))
         events.emit("progress", what="targets", done=number + 1, total=layout.targets)
     channels = {pair: ThreadChannel(channel_limit(job)) for pair in layout.pairs}
     averagers = {name: ThreadAverager(layout.ranks) for name in layout.variants}
@@ -51,6 +58,8 @@ def run_in_threads(
         works.append(Work(seat, variant, *made, averagers[seat.variant], measures, targets[0], plan.facts_of(variant)))
 
     aborts = [strategy.abort, *(a.abort for a in averagers.values()), *(c.abort for c in channels.values())]
+    if plan.spans:
+        spans.start()
     crew = Crew(events, probe, aborts)
     for work in works:
         crew.start(f"drafter{work.seat.worker}", draft, tools, work)
@@ -59,6 +68,7 @@ def run_in_threads(
         crew.start(f"target{number}", run_target, tools, number, target, source)
     if not crew.wait():
         return "failed"
+    spans.report(events)
     events.emit("counters", at="end", **probe.counters())
     return overall(result for result in crew.results if result is not None)
 

@@ -1,14 +1,79 @@
-"""Tensors between CPU and device, without waiting for what the device is at."""
+"""Tensors between CPU and devices, without waiting for what a device is at.
+
+Features travel on streams of their own, so that they come while the device still computes on those before them.
+"""
 
 from __future__ import annotations
 
+import functools
+import warnings
+
 import torch
 from torch import Tensor
+
+from dflash.pipeline.spans import span
+
+PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device of the process
 
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
     """A CPU tensor on the device."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+def carried(features: Tensor, device: torch.device) -> Tensor:
+    """Finished features on `device`, [R, S, width]; what the caller has the device do next waits for them, not the
+    caller. From one GPU to another; whatever else is moved plainly.
+    """
+    if not features.is_cuda or device.type != "cuda" or features.device == device:
+        return features.to(device)
+    # torch copies between devices on the current streams of both, and makes each wait for the other: on the streams
+    # that compute, the target's next batch would wait for the drafter's last step.
+    there, here, computing = _copying(features.device), _copying(device), torch.cuda.current_stream(device)
+    with torch.cuda.stream(there), torch.cuda.stream(here), span("copy", device):
+        arriving = features.to(device, non_blocking=True)
+    computing.wait_stream(here)
+    features.record_stream(there)  # neither memory is given away before both uses are over
+    arriving.record_stream(computing)
+    return arriving
+
+
+def stored(features: Tensor, slot: Tensor) -> None:
+    """Copy finished features into a slot of host memory, and return when they are there."""
+    if not features.is_cuda:
+        slot.copy_(features)
+        return
+    here = _copying(features.device)
+    with torch.cuda.stream(here), span("copy", features.device):
+        slot.copy_(features, non_blocking=True)
+    here.synchronize()
+
+
+def fetched(slot: Tensor, device: torch.device) -> Tensor:
+    """A copy of a slot of host memory on `device`; the slot may be overwritten when this returns."""
+    if device.type != "cuda":
+        return slot.to(device, copy=True)
+    here, computing = _copying(device), torch.cuda.current_stream(device)
+    with torch.cuda.stream(here), span("copy", device):
+        arriving = slot.to(device, non_blocking=True)
+    computing.wait_stream(here)
+    arriving.record_stream(computing)
+    here.synchronize()
+    return arriving
+
+
+def lock_pages(shared: Tensor) -> None:
+    """Let a GPU read and write shared host memory by itself, beside its computing; without this right it works too,
+    but slowly.
+    """
+    fault = int(torch.cuda.cudart().cudaHostRegister(shared.data_ptr(), shared.nbytes, PORTABLE))
+    if fault:
+        warnings.warn(f"features go through pageable memory: cudaHostRegister gave error {fault}", stacklevel=2)
+
+
+@functools.cache
+def _copying(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 class Underway:
