@@ -2,24 +2,44 @@
 
 from __future__ import annotations
 
+import ast
 import math
+import re
 import shlex
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from sweeper.analysis.records import NO_LEVEL, UNSETTABLE, in_order
 
 # Words of a sweep's command that the commands proposed here say anew or must not repeat.
 SAID_ANEW = ("repeat", "until", "aa", "rerun", "dry", "wheel@cache_from")
+MANY = ("-m", "--multirun")
 
 
 class Commands:
-    """Commands that run cells, with all else as in the command that made the runs."""
+    """Commands that run cells, with all else as in the command that made the runs.
+
+    words: that command's. factors: what varies between the cells, with its levels. fixed: the level of every other
+    factor, which all cells share.
+    """
 
     def __init__(
-        self, words: list[str], factors: Mapping[str, Sequence[str]], cells: Sequence[Mapping[str, str]]
+        self,
+        words: Sequence[str],
+        factors: Mapping[str, Sequence[str]],
+        cells: Sequence[Mapping[str, str]],
+        fixed: Mapping[str, str] | None = None,
     ) -> None:
-        anew = {*factors, *SAID_ANEW}
-        self._kept = [word for word in words if "=" in word and _key(word) not in anew]
+        settings = [word for word in words if not word.startswith("-") and ("=" in word or word.startswith("~"))]
+        self._flags = [word for word in words if word not in settings and word not in MANY]
+        # ++ comes back by itself: the command puts it before the names that are their user's own.
+        self._signs = {_key(word): "+" * (word[:1] == "+" != word[1:2]) for word in settings}
+        # A level that the command named may be one of several of which one alone ran, and an experiment's file may
+        # vary what no word names.
+        shown = {*fixed} if fixed and "experiment" in self._signs else {*self._signs}
+        self._fixed = {f: level for f, level in (fixed or {}).items() if f in shown and f not in UNSETTABLE}
+        anew = {*factors, *self._fixed, *SAID_ANEW}
+        self._kept = [word for word in settings if _key(word) not in anew]
         self._factors, self._cells = factors, cells
 
     def lines(self, new: Sequence[Mapping[str, str]], repeat: int) -> list[str]:
@@ -49,9 +69,10 @@ class Commands:
     def _line(self, cells: Sequence[Mapping[str, str]], repeat: int) -> str:
         levels = {f: sorted({cell[f] for cell in cells}, key=in_order) for f in self._factors if f not in UNSETTABLE}
         many = any(len(several) > 1 for several in levels.values()) or any(_several(word) for word in self._kept)
-        words = [f"{factor}={','.join(map(_written, several))}" for factor, several in levels.items()]
+        levels |= {factor: [level] for factor, level in self._fixed.items()}
+        words = [f"{self._signs.get(f, '')}{f}={','.join(map(_level, several))}" for f, several in levels.items()]
         words += [*self._kept, f"repeat={repeat}"]
-        return shlex.join(["python", "-m", "sweeper", *(["-m"] if many else []), *words])
+        return shlex.join(["python", "-m", "sweeper", *self._flags, *MANY[: int(many)], *words])
 
 
 def store_of(command: Sequence[str]) -> str:
@@ -73,6 +94,25 @@ def _several(word: str) -> bool:
     return False
 
 
-def _written(level: str) -> str:
-    """A level as a command line writes it."""
-    return {"None": "null", "True": "true", "False": "false"}.get(level, level)
+def _level(level: str) -> str:
+    """A level, which records hold as Python prints it, in the grammar of Hydra's overrides."""
+    if level[:1] in ("[", "{"):
+        try:
+            return _written(ast.literal_eval(level))
+        except (ValueError, SyntaxError):
+            pass
+    elif level in ("None", "True", "False"):
+        return _written(ast.literal_eval(level))
+    return level if re.fullmatch(r"[\w.:/+@%*?|-]+", level) else _written(level)
+
+
+def _written(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{key}:{_written(one)}' for key, one in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{','.join(map(_written, value))}]"
+    if not isinstance(value, str):
+        return "null" if value is None else str(value).lower()
+    # A backslash means itself but before a quote.
+    quoted = re.sub(r"(\\*)('|$)", lambda found: 2 * found[1] + ("\\'" if found[2] else ""), value)
+    return f"'{quoted}'"

@@ -30,6 +30,7 @@ def conclude(
     confounded [{factor, differ}]; separate [command]; effects, interactions and noise (see `effects.Effect`); together,
     the command that concludes from all runs of the store.
     """
+    fixed = _fixed(records)
     records = only_varied(records)
     told, references = compared(records, defaults or {})
     factors = varied(told)
@@ -38,7 +39,7 @@ def conclude(
     blocks = max((record.block for record in told), default=0)
     gaps = confounders.confounded(cells)
     apart = confounders.separating(cells, skipped) if 0 < len(gaps) <= MOST_GAPS else []
-    plan = Commands(list(command), factors, cells)
+    plan = Commands(command, factors, cells, fixed)
     noise = effects.same_twice(told)
     return {
         "runs": {
@@ -156,6 +157,13 @@ def _references(
         ordered = sorted(levels, key=lambda level: (-speeds[factor, level], levels.index(level)))
         chosen[factor] = usual if usual in levels and speeds[factor, usual] else ordered[0]
     return chosen
+
+
+def _fixed(records: Sequence[Record]) -> dict[str, str]:
+    """The factors that have one level in all runs that say something, with that level."""
+    levels = [record.levels for record in records if record.told]
+    shared = set.intersection(*(set(one.items()) for one in levels)) if levels else set()
+    return {factor: level for factor, level in (levels[0] if levels else {}).items() if (factor, level) in shared}
 
 
 def _narrowed(record: Record, factors: Mapping[str, Any]) -> Record:
