@@ -101,10 +101,18 @@ def write(path: Path, value: Any) -> None:
 
 
 def claim(store: Path, run: Run) -> tuple[Path, int]:
-    """Make the directory of the run's next attempt; no two callers ever get the same. Raises OSError."""
+    """Make the directory of the run's next attempt; no two callers ever get the same. Raises OSError.
+
+    The caller holds the run's lock, so that one of its directories which has no record yet will get none: it is closed.
+    """
     runs = store / "runs"
     runs.mkdir(parents=True, exist_ok=True)
-    number = max((one.number for one in attempts(store, run)), default=0) + 1
+    before = attempts(store, run)
+    for one in before:
+        if not one.run and one.verdict is None:
+            why = "the harness died, or could not write, before this run was recorded"
+            close(one.folder, Verdict("killed", named("sweep.harness_died", why), why))
+    number = max((one.number for one in before), default=0) + 1
     return _next(lambda number: runs / run.slug(number), number)
 
 

@@ -20,6 +20,7 @@ import psutil
 from dflash.events import EVENTS_FILE, STACKS_FILE, STAGES, EventReader
 from sweeper import machine
 from sweeper.progress import Printed
+from sweeper.signatures import classify
 from sweeper.usage import Meter
 
 LOG_FILE = "child.log"
@@ -158,6 +159,9 @@ def supervise(
         watch.read()
     outcome.bad_events = watch.reader.bad
     outcome.log_tail = tail(log)
+    if outcome.exit_code and shutil.disk_usage(run_dir).free < LOG_TAIL and classify(outcome.log_tail) is None:
+        # What the child had to say of it found no room.
+        outcome.log_tail += f"\nOSError: [Errno 28] No space left on device: '{run_dir}'\n"
     stacks = run_dir / STACKS_FILE
     outcome.stacks = tail(stacks) if stacks.exists() else ""
     return outcome
