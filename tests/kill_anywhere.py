@@ -48,6 +48,7 @@ PLACES = ("local", "server", "slurm")
 GPUS = 4
 STEPS = 12
 PATIENCE_S = 240.0  # for one command; Slurm takes its time
+MOST_STARTS = 4  # in which something is to be hit; a sweep that is through is started again in vain
 WAYS = ("kill", "stop", "term")
 Rows = dict[str, list[tuple[Any, ...]]]
 
@@ -66,6 +67,7 @@ class Place:
     env: dict[str, str]
     rows: Callable[[], Rows]
     servers: dict[str, tuple[Callable[[str], str], Callable[[], None]]] = field(default_factory=dict)
+    tend: Callable[[], None] = lambda: None  # what a person would do for the servers meanwhile
     settle_s: float = 0.0  # that processes may take to be gone after the command's end
 
     @property
@@ -95,22 +97,25 @@ def play(place: Place, number: int, rng: random.Random) -> Round:
     """Start, strike, start again until it is through; then look."""
     done, began = Round(), time.monotonic()
     known = set((place.store / "sweeps").glob("*"))
-    for _ in range(rng.randint(1, 2)):
+    wanted = rng.randint(1, 2)
+    while done.starts < wanted or (not done.strikes and done.starts < MOST_STARTS):
         command = place.command(number)
         done.starts += 1
         down: list[Callable[[], None]] = []
         try:
-            time.sleep(rng.uniform(1.5, 5.0))
+            time.sleep(rng.uniform(0.3, 4.0))
             for _ in range(rng.randint(1, 3)):
-                time.sleep(rng.uniform(0.0, 3.0))
+                time.sleep(rng.uniform(0.0, 2.0))
                 if command.poll() is not None:
                     break
                 done.strikes.append(_strike(place, command, rng, down))
             for start in down:
                 start()
             down.clear()
-            # A command that lives and that nobody asked to end goes on, and is struck no more.
-            command.wait(PATIENCE_S)
+            # A command that lives goes on, and is struck no more.
+            _wait(place, command)
+        except subprocess.TimeoutExpired:
+            done.faults.append(f"a command that was struck did not end within {PATIENCE_S:g} s")
         finally:
             for start in down:
                 start()
@@ -119,7 +124,7 @@ def play(place: Place, number: int, rng: random.Random) -> Round:
         command = place.command(number)
         done.starts += 1
         try:
-            status = command.wait(PATIENCE_S)
+            status = _wait(place, command)
         except subprocess.TimeoutExpired:
             done.faults.append(f"the command was not through within {PATIENCE_S:g} s")
             break
@@ -132,6 +137,18 @@ def play(place: Place, number: int, rng: random.Random) -> Round:
     done.faults += faults(place, known)
     done.seconds = time.monotonic() - began
     return done
+
+
+def _wait(place: Place, command: subprocess.Popen[str]) -> int:
+    """The exit status. Raises TimeoutExpired after PATIENCE_S."""
+    until = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            return command.wait(2.0)
+        except subprocess.TimeoutExpired:
+            if time.monotonic() > until:
+                raise
+        place.tend()
 
 
 def _end(command: subprocess.Popen[str]) -> None:
@@ -388,12 +405,17 @@ def _with_slurm(folder: Path, env: dict[str, str]) -> Iterator[Place]:
 
             return kill
 
+        def resume() -> None:
+            """A controller that was killed uses numbers of jobs again, and then takes its node for a faulty one."""
+            if "drain" in cluster.answers("sinfo", "-h", "-o", "%T"):
+                cluster.answers("scontrol", "update", f"NodeName={cluster.host}", "State=RESUME")
+
         servers = {
             "slurmctld": (daemon("slurmctld"), cluster.controller),
             "slurmd": (daemon("slurmd"), cluster.node),
         }
         rows = lambda: sqlite_rows(folder / "store" / "mlflow.db")  # noqa: E731
-        yield Place("slurm", folder, words, env, rows, servers, settle_s=10.0)
+        yield Place("slurm", folder, words, env, rows, servers, resume, settle_s=10.0)
     finally:
         cluster.stop()
 
@@ -428,6 +450,7 @@ def main() -> int:
     parser.add_argument("--where", nargs="+", choices=PLACES, default=list(PLACES))
     parser.add_argument("--keep", type=Path, help="a folder that does not exist; kept afterwards")
     told = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and everything that was started is stopped
     rng = random.Random(told.seed)
     home = told.keep or Path(tempfile.mkdtemp(prefix="kill-anywhere-")) / "all"
     struck: collections.Counter[str] = collections.Counter()
