@@ -6,7 +6,8 @@ the head's work; the head's weight is kept for the drafter, which shares embeddi
 A loss that asks for the target's own distribution needs the `whole` target: every layer and the final norm.
 
 Documents packed into one row do not see each other: transformers tells them apart by position ids that
-restart and builds for each layer the mask of its kind, full or sliding (`transformers.masking_utils`).
+restart and builds for each layer the mask of its kind, full or sliding (`transformers.masking_utils`). On a GPU
+targets whose layers are all plain causal ones do without the mask (`dflash/documents.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dflash import models, settings
+from dflash import documents, models, settings
 from dflash.devices import compute_dtype
 from dflash.settings import SettingError
 
@@ -137,6 +138,8 @@ class Target:
             setattr(body, name, layers[: taps[-1] + 1])
             setattr(body, _final_norm(body), nn.Identity())
         body.eval().requires_grad_(False)
+        if devices[0].type == "cuda":  # on a CPU a mask costs no more than the calls it saves
+            documents.use(body)
         for module, device in _places(body, getattr(body, name), devices):
             module.to(device)
         embedding = embeddings.weight.detach()
@@ -194,7 +197,7 @@ class Target:
         padding = document < 0
         position = torch.where(padding, padding.cumsum(-1) - 1, position)
         kept: dict[int, torch.Tensor] = {}
-        with self._tapped(kept), self._handed_over():
+        with self._tapped(kept), self._handed_over(), documents.apart(position):
             last = self.body(input_ids=tokens, position_ids=position, use_cache=False).last_hidden_state
         parts = [kept[tap] for tap in self.taps] + [last] * self.whole
         return torch.cat([part.to(self.device) for part in parts], dim=-1)

@@ -7,7 +7,7 @@ import torch
 import transformers as tf
 from safetensors.torch import load_file, save_file
 
-from dflash import settings
+from dflash import documents, settings
 from dflash.settings import SettingError
 from dflash.target import Target, default_taps
 
@@ -83,6 +83,19 @@ def test_features_are_those_of_each_document_run_alone(name):
     assert torch.isfinite(features).all()  # padding too
     for r, number, want in alone:
         torch.testing.assert_close(features[r, document[r] == number], want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_documents_one_after_another_have_the_features_that_a_mask_gives(name):
+    """As targets on a GPU compute, where all layers are plain."""
+    masked = Target.from_model(make(name), [1, 4], [CPU])
+    apart = Target.from_model(make(name), [1, 4], [CPU])
+    documents.use(apart.body)
+    plain = apart.body.config._attn_implementation == documents.NAME
+    assert plain == (name in ("llama", "llama-tied", "qwen3", "gpt-neox"))
+    rows = pack([9, 1, 14], [24], [5, 12], width=24)
+    with torch.no_grad():
+        torch.testing.assert_close(apart.features(*rows), masked.features(*rows), rtol=1e-4, atol=1e-5)
 
 
 def test_what_follows_the_last_tap_is_not_computed():
