@@ -49,8 +49,10 @@ def main() -> int:
     # Signals sent to the harness's group, or by a scheduler to every process of a job, are the harness's to
     # interpret. A handler that does nothing, because the child would inherit an ignored signal and then not hear
     # SIGTERM either.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+    for number in numbers:
         signal.signal(number, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)  # the harness held them back while there were no handlers
     try:
         child = subprocess.Popen(
             argv,

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,7 @@ ALLOWED_PREFIXES = (
 SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL")
 # Signals that ask a job to end; a scheduler sends them to every process of it at once.
 ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+ECHO_S = 2.0  # from the signal of one process of a job to that of another, on a node that is busy
 # Events that tell of the run and not of its going on.
 NO_PROGRESS = ("memory", "counters", "warning")
 
@@ -119,7 +121,7 @@ def supervise(
     killed_before = machine.oom_kills()
     log = run_dir / LOG_FILE
     ours, theirs = socket.socketpair()
-    with theirs, open(log, "ab") as output:
+    with theirs, open(log, "ab") as output, _held_back():
         process = subprocess.Popen(
             [sys.executable, "-I", str(LEASH), str(theirs.fileno()), str(grace), "--", *argv],
             env=dict(env),
@@ -141,16 +143,19 @@ def supervise(
                 on_tick()
                 next_tick = time.monotonic() + TICK_S
         process.wait()
-    if outcome.ended_by == "itself" and outcome.signal in ASKED:
-        time.sleep(2 * POLL_S)  # who signalled the child itself may have signalled this process too, a moment later
-    if outcome.ended_by == "itself" and interrupted() and (outcome.signal or outcome.exit_code):
-        outcome.ended_by = "interrupt"
     if watch.lost:
         # Somebody killed the leash itself; what it would have ended is ended here, by its mark.
         _end_marked(run_dir)
         outcome.signal = signal.SIGKILL
         outcome.reason = "the process that holds the child was killed from outside"
         outcome.ended = time.time()
+    if outcome.ended_by == "itself" and _asked(outcome):
+        # Who signalled the child itself may have signalled this process too, a moment later.
+        deadline = time.monotonic() + ECHO_S
+        while not interrupted() and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+    if outcome.ended_by == "itself" and interrupted() and (outcome.signal or outcome.exit_code):
+        outcome.ended_by = "interrupt"
     if outcome.signal == signal.SIGKILL and (kills := machine.oom_kills() - killed_before) > 0:
         outcome.reason = f"ended by SIGKILL: Detected {kills} oom_kill events in the control group of the run"
     watch.read()
@@ -165,6 +170,24 @@ def supervise(
     stacks = run_dir / STACKS_FILE
     outcome.stacks = tail(stacks) if stacks.exists() else ""
     return outcome
+
+
+@contextmanager
+def _held_back() -> Iterator[None]:
+    """Signals that ask for an end wait while entered, and for who is started here until it lets them in.
+
+    Slurm signals every process of a job. One that comes while the leash's interpreter starts would kill it.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {*ASKED, signal.SIGHUP})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _asked(outcome: Outcome) -> bool:
+    """Whether the child died of a signal that asks for an end, or passed one on as a shell does."""
+    return outcome.signal in ASKED or (outcome.exit_code or 0) - 128 in ASKED
 
 
 class _Watch:

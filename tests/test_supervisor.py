@@ -95,6 +95,33 @@ def test_one_interrupt_lets_the_child_end_by_itself(tmp_path: Path) -> None:
     assert (outcome.ended_by, outcome.exit_code) == ("interrupt", 143)
 
 
+def test_a_signal_to_the_whole_job_does_not_kill_a_leash_that_still_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    early = tmp_path / "leash.py"
+    early.write_text(
+        "import os, runpy, signal\n"
+        "for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):\n"
+        "    os.kill(os.getpid(), number)\n"
+        f"runpy.run_path({str(supervisor.LEASH)!r}, run_name='__main__')\n"
+    )
+    monkeypatch.setattr(supervisor, "LEASH", early)
+    outcome = fake(tmp_path, "slow", grace=20.0, interrupted=lambda: int(stepping_here(tmp_path)))
+    assert (outcome.ended_by, outcome.exit_code) == ("interrupt", 143), "its child hears"
+
+
+@pytest.mark.parametrize("end", ["os.kill(os.getpid(), 15)", "sys.exit(143)"])
+def test_who_was_signalled_before_its_harness_was_asked_to_end(tmp_path: Path, end: str) -> None:
+    gone = tmp_path / "gone"
+    words = f"import os, sys; open({str(gone)!r}, 'w').close(); {end}"
+
+    def told() -> int:
+        return int(gone.exists() and time.time() - gone.stat().st_mtime > 0.8)
+
+    outcome = supervise(tmp_path, sys.executable, "-c", words, interrupted=told)
+    assert outcome.ended_by == "interrupt"
+
+
 def test_a_child_that_ignores_the_wish_is_killed_after_the_grace(tmp_path: Path) -> None:
     outcome = fake(tmp_path, "stubborn", grace=0.5, interrupted=lambda: int(stepping_here(tmp_path)))
     assert (outcome.ended_by, outcome.signal) == ("interrupt", signal.SIGKILL)
