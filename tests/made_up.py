@@ -153,6 +153,7 @@ def finish_run(folder: Path, told: list[dict[str, Any]], sweeps: list[str] | Non
         "cache": cache,
         "exit": {"code": given["exit_code"], "signal": given["signal"]},
         "ended_by": given["ended_by"],
+        "hung_stage": given["hung_stage"],
         "started": BEGAN,
         "ended": BEGAN + 60,
         "wall_s": 60.0,

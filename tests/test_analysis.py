@@ -458,6 +458,16 @@ def test_records_are_read_from_run_directories(tmp_path: Path) -> None:
     assert dict(found[0].levels) == cell
 
 
+def test_a_hang_is_told_with_the_budget_that_called_it_one(tmp_path: Path) -> None:
+    hung = {"ended_by": "hung", "exit_code": None, "signal": 9}
+    for repeat, stage in enumerate(("warmup", "warmup", "train", ""), start=1):
+        one = {"hung_stage": stage, "reason": f"no progress for 60 s in stage {stage}", **hung} if stage else {}
+        write_run(tmp_path, {"compile": "whole"}, repeat=repeat, told=[] if stage else events(), **one)
+    text = sentences(conclude(read((tmp_path / "runs").iterdir())))
+    assert text.startswith("process.hung: 3 of 4 runs (75 %; 19 to 99 %).\n  Hung means here: no progress for 60 s in ")
+    assert "for 60 s in stage train (budget.train) or no progress for 60 s in stage warmup (budget.warmup)." in text
+
+
 def test_a_setting_that_no_cell_names_is_a_factor_where_it_differs(tmp_path: Path) -> None:
     one, two = (write_run(tmp_path, {"compile": level, "cache": "cold"}) for level in ("locked", "whole"))
     described(one, settings={"optim": {"lr": 0.1}, "compile": "locked", "seed": 0})

@@ -26,7 +26,7 @@ def conclude(
     line that made the runs; commands to paste keep what they do not vary.
 
     Keys: runs {total, told, cells, blocks, verdicts, skipped, ended_outside}; factors {name: levels}; failures, a list
-    of {cause, share, by_level, compared, told, exposed, spared, unequal, explanations, sure_factors, next};
+    of {cause, share, waited, by_level, compared, told, exposed, spared, unequal, explanations, sure_factors, next};
     confounded [{factor, differ}]; separate [command]; effects, interactions and noise (see `effects.Effect`); together,
     the command that concludes from all runs of the store.
     """
@@ -89,6 +89,7 @@ def _failure(
     return {
         "cause": cause,
         "share": failures.share(k, len(runs)).to_dict(),
+        "waited": sorted({record.waited for record, bad in runs if bad and record.waited}),
         "by_level": {f: {level: s.to_dict() for level, s in levels.items()} for f, levels in by_level.items()},
         "compared": _compared(records, cause),
         "told": told.to_dict() if told else None,

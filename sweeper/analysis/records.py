@@ -38,6 +38,7 @@ class Record:
     sweep: str = ""
     attempt: int = 1
     copy: bool = False
+    waited: str = ""
 
     @property
     def told(self) -> bool:
@@ -124,7 +125,13 @@ def _record(one: Attempt, levels: dict[str, str]) -> Record:
         sweep=str(one.run.get("sweep") or ""),
         attempt=one.number,
         copy=COPY in (one.run.get("cell") or {}),
+        waited=_waited(verdict),
     )
+
+
+def _waited(verdict: Mapping[str, Any]) -> str:
+    stage, reason = verdict.get("hung_stage"), str(verdict.get("reason") or "")
+    return f"{reason.partition(';')[0]} (budget.{stage})" if stage and verdict.get("verdict") == "hung" else ""
 
 
 def _levels(attempts: Sequence[Attempt]) -> list[dict[str, str]]:

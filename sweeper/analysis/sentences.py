@@ -10,6 +10,8 @@ from sweeper.analysis.conclude import MOST_GAPS
 
 MOST_EFFECTS, MOST_UNCLEAR, MOST_CAUSES, MOST_OPEN, MOST_COMMANDS = 20, 8, 6, 4, 3
 COMMAND = "    python -m sweeper "
+# Causes that a budget decides: a shorter one than an honest compile or step needs makes such a finding by itself.
+BY_BUDGET = ("compile.no_end", "process.hung")
 
 
 def sentences(found: Mapping[str, Any], stopped: str = "") -> str:
@@ -42,6 +44,9 @@ def sentences(found: Mapping[str, Any], stopped: str = "") -> str:
 def _told_failure(failure: Mapping[str, Any], runs: Mapping[str, Any]) -> list[str]:
     share = failure["share"]
     lines = [f"{failure['cause']}: {_share(share)}."]
+    if failure["cause"] in BY_BUDGET and failure["waited"]:
+        waited = " or ".join(failure["waited"][:MOST_OPEN])
+        lines.append(f"  Hung means here: {waited}. What is only slow may need more.")
     if runs["cells"] == 1:
         return [*lines, "  One cell ran: there is nothing to compare it with."]
     if share["k"] == share["n"]:
