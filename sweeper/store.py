@@ -7,6 +7,7 @@ A record is written whole or not at all (beside, flushed, renamed), so whoever r
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -111,7 +112,8 @@ def claim(store: Path, run: Run) -> tuple[Path, int]:
     for one in before:
         if not one.run and one.verdict is None:
             why = "the harness died, or could not write, before this run was recorded"
-            close(one.folder, Verdict("killed", named("sweep.harness_died", why), why))
+            with contextlib.suppress(OSError):
+                close(one.folder, Verdict("killed", named("sweep.harness_died", why), why))
     number = max((one.number for one in before), default=0) + 1
     return _next(lambda number: runs / run.slug(number), number)
 
@@ -207,7 +209,10 @@ def reconcile(store: Path, ended: Callable[[Path], bool]) -> list[Path]:
         if (folder / VERDICT_FILE).exists() or alive(folder) or not ended(folder):
             continue
         why = "the harness died before this run had a verdict"
-        close(folder, Verdict("killed", named("sweep.harness_died", why), why))
+        try:
+            close(folder, Verdict("killed", named("sweep.harness_died", why), why))
+        except OSError:
+            continue  # one directory that cannot be written holds up no other; the next start tries again
         closed.append(folder)
     return closed
 

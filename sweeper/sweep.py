@@ -147,8 +147,11 @@ def opened(plan: Plan, options: spec.Options, interrupts: Interrupts) -> Iterato
             screen.note(f"{closed.name}: its harness died; verdict killed")
             tracker.finish(closed)
         folder = options.folder / "sweeps" / plan.id
-        folder.mkdir(parents=True, exist_ok=True)
-        store.write(folder / "plan.json", record(plan, options))
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            store.write(folder / "plan.json", record(plan, options))
+        except OSError as error:
+            raise SettingError("store", options.folder, f"must have room for the plan ({error.strerror})") from None
         tracker.open_sweep(plan.id, title(plan), len({item.run.cell_id for item in plan.items}))
         _say_what_is_done(plan, screen)
         yield run.Session(options, plan.id, screen, tracker, interrupts.look)

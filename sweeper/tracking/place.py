@@ -16,6 +16,7 @@ from dflash.settings import SettingError
 SERVER = ("http", "https")
 PORTS = {"http": 80, "https": 443, "postgresql": 5432, "mysql": 3306, "mssql": 1433}
 REACH_S = 5.0
+DATABASE_FILE = "mlflow.db"  # of the embedded store
 DATABASE = ("postgresql", "mysql", "mssql", "sqlite")
 EXAMPLE = "such as http://mlflow.example:5000"
 
@@ -47,7 +48,7 @@ class Place:
 
 def own(store: Path, experiment: str = "dflash", models: bool = True) -> Place:
     """The embedded MLflow store: `mlflow.db` in the store, with `mlartifacts` beside it."""
-    return Place(f"sqlite:///{store.resolve() / 'mlflow.db'}", experiment, own=True, models=models)
+    return Place(f"sqlite:///{store.resolve() / DATABASE_FILE}", experiment, own=True, models=models)
 
 
 def read(config: Mapping[str, Any], store: Path) -> Place | None:

@@ -7,6 +7,7 @@ is tracked and what was told of it, so that anybody can catch up later.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from sweeper.measure import finite
 from sweeper.report import table
 from sweeper.store import Attempt, read_json
 from sweeper.tracking.place import Place
-from sweeper.tracking.view import STATE_FILE, View, alive, milliseconds, owner
+from sweeper.tracking.view import STATE_FILE, Unkept, View, alive, milliseconds, owner
 
 PLAN_FILE = "plan.json"
 # What a sweep or a bisect leaves in its folder once it is over, the first of them at the least.
@@ -106,7 +107,8 @@ def close(view: View, sweep: str) -> list[str]:
     if told := read_json(path):
         records.write(path, told | {"open": False})
     for folder in runs_of(view.store, {sweep}):
-        view.bring(folder)
+        with contextlib.suppress(Unkept):  # it was said when the run ended
+            view.bring(folder)
     return links(view, sweep) if bring(view, sweep, anew=True) else []
 
 

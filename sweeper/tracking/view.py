@@ -33,7 +33,7 @@ from sweeper.measure import finite
 from sweeper.report.table import label
 from sweeper.store import read_json
 from sweeper.tracking import models, series
-from sweeper.tracking.place import Place, reach
+from sweeper.tracking.place import DATABASE_FILE, Place, reach
 
 STATE_FILE = "tracking.json"
 LOCK_FILE = "tracking.lock"
@@ -47,6 +47,10 @@ PROFILES = "profile*"  # files of this name that a command left in its {out} are
 TAGS = ("wheel", "cache", "compile", "split", "isolation")
 
 
+class Unkept(LookupError):
+    """A run's directory cannot be written, so that it will be told again: that holds up no other run."""
+
+
 class View:
     """An open tracking store. The constructor makes a fresh store's tables, which takes some seconds, and
     raises what MLflow raises when the store cannot be reached."""
@@ -54,6 +58,8 @@ class View:
     def __init__(self, place: Place, store: Path) -> None:
         self.place, self.store = place, store.resolve()
         reach(place)
+        if place.own:
+            _make_whole(self.store / DATABASE_FILE)
         self.client = _client(place.uri)
         found = self.client.get_experiment_by_name(place.experiment)
         if found is None:
@@ -183,7 +189,10 @@ class View:
             state["models"] = self._close(folder, run_id, verdict, job, state.get("models") or {})
             state["done"] = _last_word(verdict)
             del self._following[folder]
-        records.write(folder / STATE_FILE, state)
+        try:
+            records.write(folder / STATE_FILE, state)
+        except OSError as error:
+            raise Unkept(f"what it was told could not be kept in {folder} ({error.strerror})") from None
 
     def _open(self, folder: Path, run: dict[str, Any]) -> str:
         """Create the MLflow run of a directory, or find the one that a harness made just before it died."""
@@ -312,6 +321,22 @@ def _client(uri: str) -> Any:
     for name in ("mlflow", "alembic"):
         logging.getLogger(name).setLevel(logging.ERROR)
     return MlflowClient(tracking_uri=uri)
+
+
+def _make_whole(path: Path) -> None:
+    """Make the embedded store's database, unless there is one, so that a kill never leaves half of its tables: MLflow
+    cannot go on from there. The caller holds the tracking lock. Raises OSError and what MLflow raises."""
+    if path.exists():
+        return
+    for left in path.parent.glob(f".{path.name}.*"):
+        left.unlink()
+    part = path.with_name(f".{path.name}.{os.getpid()}-{time.time_ns()}")
+    part.touch()  # where it cannot be written MLflow would try for minutes
+    from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+
+    made = SqlAlchemyStore(f"sqlite:///{part}", (path.parent / "mlartifacts").as_uri())
+    made.engine.dispose()
+    os.rename(part, path)
 
 
 def _store_id(store: Path) -> str:
