@@ -8,7 +8,7 @@
 again; `threads` and `processes` are the whole pipeline, `split=1t1d`, started as the trainer starts it. The target has
 the sizes of Qwen3-8B, cut behind its last tap as always, the drafter those of benchmarks/step.py; weights and tokens
 are made up, and nothing is read from disk. All ways take turns in an order drawn anew each round, until the rounds or
-`--limit` seconds are used up; the first turn of each way, which compiles, does not count.
+`--limit` seconds are used up. Before them each stage runs a few steps, which compile and say how long a turn has to be.
 
 Ktok/s are what the trainer's are: unpadded context tokens a second of wall time, over the steps after the backlog of
 warm-up is used up (for a target alone, over all batches but the first two). The last column is a way's median as a
@@ -161,8 +161,8 @@ class Bench:
         plan = Plan(job, Layout.of(job), data, {"": variant}, outline.width, dtype(placement.drafters[0]), {})
         return cls(plan, placement, options.compile)
 
-    def run(self, way: str, steps: int, spans: bool = False) -> tuple[float, list[Any]]:
-        """Ktok/s of so many steps, and spans if they are asked for."""
+    def run(self, way: str, steps: int, spans: bool = False) -> tuple[float, list[float], list[Any]]:
+        """Ktok/s of so many steps, seconds of each that was measured, and spans if they are asked for."""
         job = replace(self.plan.job, train=replace(self.plan.job.train, steps=steps))
         variant = replace(self.plan.variants[""], job=job)
         plan = replace(self.plan, job=job, variants={"": variant}, spans=spans)
@@ -178,7 +178,8 @@ class Bench:
         speed = speed or figures(told).ktok_s
         if speed is None:
             raise SystemExit(f"{way}: {steps} steps are too few to see one without backlog; raise --seconds")
-        return speed, [one for e in told if e["event"] == "spans" for one in e["spans"]]
+        seconds = [e["seconds"] for e in told if e["event"] == "step" and e["steady"]]
+        return speed, seconds, [one for e in told if e["event"] == "spans" for one in e["spans"]]
 
     def _threads(self, plan: Plan, out: Path, events: EventWriter, probe: Probe) -> None:
         run_in_threads(plan, self.placement, out, events, probe, threading.Event(), MadeUpTarget)
@@ -284,7 +285,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ways", default=",".join(WAYS), help=f"comma-separated, of {', '.join(WAYS)}")
     parser.add_argument("--compile", help="the drafter's strategy (triton; with --tiny eager)")
     parser.add_argument("--rounds", type=int, default=4, help="most turns of each way at each shape")
-    parser.add_argument("--seconds", type=float, default=8.0, help="how long a turn's steps should last")
+    parser.add_argument("--seconds", type=float, default=6.0, help="how long a turn's steps should last")
     parser.add_argument("--limit", type=float, default=270.0, help="no further round begins that would end after it")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", help="file for the figures")
@@ -311,14 +312,18 @@ def parse() -> argparse.Namespace:
 
 
 def measure(bench: Bench, shape: Shape, options: argparse.Namespace, until: float) -> list[dict[str, Any]]:
-    """All ways at one shape: once to compile and to see how long a step takes, then in turn until the time is up."""
+    """All ways at one shape: the stages once to compile and to see how long a step takes, then in turn until the
+    time is up, all at least once.
+    """
     few = WARM + 6  # what is made during warm-up, and two steps that are measured
+    first = [way for way in options.ways if way in ("target", "drafter")] or options.ways[:1]
     speeds: dict[str, list[float]] = {way: [] for way in options.ways}
+    each: dict[str, list[list[float]]] = {way: [] for way in options.ways}
     spans: dict[str, list[Any]] = {}
     longest = 0.0
     slowest = float("inf")
-    for way in options.ways:
-        speed, _ = bench.run(way, few)
+    for way in first:
+        speed, _, _ = bench.run(way, few)
         slowest = min(slowest, speed)
         print(f"{shape.name} {way}: {speed:.2f} Ktok/s at first", flush=True)
         release()
@@ -330,8 +335,9 @@ def measure(bench: Bench, shape: Shape, options: argparse.Namespace, until: floa
         if number and began + longest > until:
             break
         for way in order.sample(options.ways, len(options.ways)):
-            speed, told = bench.run(way, steps, spans=number == 0 and bool(options.timeline))
+            speed, seconds, told = bench.run(way, steps, spans=number == 0 and bool(options.timeline))
             speeds[way].append(speed)
+            each[way].append(seconds)
             if told:
                 spans[way] = told
             release()
@@ -345,6 +351,7 @@ def measure(bench: Bench, shape: Shape, options: argparse.Namespace, until: floa
             "ktok_s": (median := statistics.median(found)),
             "samples_ktok_s": found,
             "steps": steps,
+            "step_seconds": each[way],
             "of_slower_stage": median / slower if slower else None,
             "spans": spans.get(way),
         }

@@ -6,19 +6,22 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from dflash import strategies
+from dflash.data.rows import Row
 from dflash.drafter import Drafter, Geometry
 from dflash.events import EventReader, EventWriter
-from dflash.pipeline import drafter_worker
+from dflash.pipeline import drafter_worker, target_worker
 from dflash.pipeline.average import ThreadAverager
-from dflash.pipeline.batch import Batch
+from dflash.pipeline.batch import Batch, BatchSource
 from dflash.pipeline.channel import ChannelStats
 from dflash.pipeline.drafter_worker import Work, run_drafter
 from dflash.pipeline.layout import Layout
 from dflash.pipeline.step import FrozenEnds
+from dflash.pipeline.target_worker import run_target
 from dflash.pipeline.tools import Tools
 from dflash.plan import Variant
 from dflash.probe import Probe
@@ -118,3 +121,31 @@ def test_a_run_asked_to_stop_ends_after_the_step_under_way_and_tells_it(tmp_path
     status, steps = run(tmp_path, waiting=0, steady_after=3, stop_at=4)
     assert status == "interrupted"  # nothing was to be saved
     assert [e["step"] for e in steps] == list(range(1, last + 1))
+
+
+class Taken(list):
+    """A channel that keeps what it is given."""
+
+    put = list.append
+
+
+def test_a_target_that_is_a_batch_ahead_of_itself_hands_over_the_same_ones(tmp_path, monkeypatch):
+    """As on a GPU, which has its next batch to do before the last one is handed over."""
+    values = {"data": {"path": "-", "row_tokens": 16}, "target": {"model": "-"}, "train": {"steps": 4}}
+    job = JobSettings.from_dict(values)
+    tokens = np.arange(16)
+    row = Row(tokens, tokens >= 0, tokens * 0, tokens, 16)
+    source = BatchSource(SimpleNamespace(row=lambda number: replace(row, tokens=tokens + number)), 1, 0)
+    target = SimpleNamespace(device=torch.device("cpu"), features=lambda tokens, document, position: tokens[..., None])
+    events = EventWriter(tmp_path / "events.jsonl")
+    probe = Probe(events)
+    strategy = strategies.make("eager", "cpu", probe)
+    handed = []
+    for ahead in (0, 1):
+        monkeypatch.setitem(target_worker.AHEAD, "cpu", ahead)
+        channel = Taken()
+        tools = Tools(job, Layout.of(job), {"": 0}, {(0, 0): channel}, events, probe, strategy, lambda: False)
+        run_target(tools, 0, target, source)
+        handed.append([(b.index, b.features.flatten().tolist(), b.anchors.tolist()) for b in channel])
+    assert handed[0] == handed[1]
+    assert [(index, features[0]) for index, features, _ in handed[0]] == [(0, 0), (1, 1), (2, 2), (3, 3)]

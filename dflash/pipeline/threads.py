@@ -70,6 +70,7 @@ def run_in_threads(
         return "failed"
     spans.report(events)
     events.emit("counters", at="end", **probe.counters())
+    strategy.close()
     return overall(result for result in crew.results if result is not None)
 
 

@@ -1,0 +1,45 @@
+"""The benchmark of the pipeline runs on any machine, in toy sizes: each stage alone, threads, processes, a picture."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+FOLDER = Path(__file__).parent.parent / "benchmarks"
+
+
+@pytest.fixture
+def benchmark(monkeypatch):
+    """The module; workers that are processes find it where this process does."""
+    monkeypatch.setattr(sys, "path", [str(FOLDER), *sys.path])
+    yield importlib.import_module("pipeline")
+    for name in ("pipeline", "step"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.slow
+def test_a_toy_run_sets_both_ways_against_the_slower_stage_and_draws_who_did_what(benchmark, tmp_path, monkeypatch):
+    out, picture = tmp_path / "pipeline.json", tmp_path / "timeline.png"
+    words = f"pipeline.py --tiny --shapes packed --rounds 1 --seconds 0.1 --json {out} --timeline {picture}"
+    monkeypatch.setattr(sys, "argv", words.split())
+    benchmark.main()
+    results = {r["way"]: r for r in json.loads(out.read_text())["results"]}
+    assert set(results) == {"target", "drafter", "threads", "processes"}
+    slower = min(results["target"]["ktok_s"], results["drafter"]["ktok_s"])
+    for way in ("threads", "processes"):
+        assert results[way]["of_slower_stage"] == results[way]["ktok_s"] / slower
+        assert len(results[way]["step_seconds"][0]) >= 2
+        told = {(who, what) for who, what, began, ended in results[way]["spans"] if began <= ended}
+        assert told >= {("target0", "target"), ("target0", "hand over"), ("drafter0", "wait"), ("drafter0", "step")}
+    assert picture.stat().st_size > 10_000
+
+
+def test_a_machine_with_too_few_gpus_is_told(benchmark, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(sys, "argv", ["pipeline.py"])
+    with pytest.raises(SystemExit):
+        benchmark.main()
+    assert "needs two GPUs, and this machine shows 1; --tiny runs a toy on CPU" in capsys.readouterr().err
