@@ -66,7 +66,7 @@ def test_mlflow_shows_the_sweep_and_its_four_runs(store, monkeypatch):
     experiment = client.get_experiment_by_name("dflash")
     assert experiment is not None
     runs = client.search_runs([experiment.experiment_id])
-    children = [run for run in runs if "mlflow.parentRunId" in run.data.tags]
+    children = [run for run in runs if run.data.tags["kind"] == "run"]
     assert len(runs) == 5
     assert len(children) == 4
     assert {run.info.status for run in runs} == {"FINISHED"}

@@ -350,12 +350,8 @@ class Served:
                     served.bodies.append((self.path, body))
                     served.headers.append(dict(self.headers))
                     times = served.asked[last]
-                try:
-                    if not served.behave(self, body, times):
-                        self.say(last[::-1])
-                finally:
-                    with served.lock:
-                        served.now -= 1
+                if not served.behave(self, body, times):
+                    self.say(last[::-1])
 
             def say(self, content, reason="stop", **more):
                 message = {"role": "assistant", "content": content} | more
@@ -364,6 +360,9 @@ class Served:
 
             def give(self, answer, status=200, **headers):
                 data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+                if self.command == "POST":
+                    with served.lock:
+                        served.now -= 1  # before the answer: who has it may ask again at once
                 self.send_response(status)
                 for name, value in headers.items():
                     self.send_header(name.replace("_", "-"), value)
