@@ -4,6 +4,7 @@ import copy
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -119,3 +120,28 @@ def test_all_drafters_get_the_same_bits_round_after_round(drafters):
 def test_a_drafter_that_died_does_not_keep_the_others_waiting():
     averager = ThreadAverager(2)
     assert_aborted(lambda: averager.total(0, torch.ones(3)), averager.abort)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a GPU")
+@pytest.mark.parametrize("kind", [0, 1], ids=["threads", "processes"])
+def test_features_arrive_whole_while_both_gpus_are_at_work(kind):
+    """The memory that features leave is used again at once, and the reader's device is busy when they come."""
+    source, drain = torch.device("cuda", 0), torch.device("cuda", torch.cuda.device_count() - 1)
+    shape = (1, 4096, 2048)
+    context = torch.multiprocessing.get_context("spawn")
+    channel = ProcessChannel(1 << 26, shape, torch.float32, context) if kind else ThreadChannel(1 << 26)
+    reader = copy.copy(channel) if kind else channel
+    busy = torch.randn(4096, 4096, device=drain)
+    sums = []
+    for index in range(8):
+        features = torch.full(shape, float(index + 1), device=source)
+        torch.cuda.synchronize(source)
+        channel.put(replace(batch(index), features=features))
+        del features
+        for _ in range(8):
+            busy = busy @ busy / 64
+        got = reader.get(drain)
+        again = torch.full(shape, -1.0, device=source)
+        sums.append((got.features.min(), got.features.max()))
+        del got, again
+    assert [(low.item(), high.item()) for low, high in sums] == [(n, n) for n in range(1, 9)]

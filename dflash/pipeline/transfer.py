@@ -5,6 +5,7 @@ Features travel on streams of their own, so that they come while the device stil
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 
@@ -68,6 +69,8 @@ def lock_pages(shared: Tensor) -> None:
     """
     fault = int(torch.cuda.cudart().cudaHostRegister(shared.data_ptr(), shared.nbytes, PORTABLE))
     if fault:
+        with contextlib.suppress(RuntimeError):  # the runtime remembers a fault, and the next launch raises it
+            torch.ones(1, device="cuda")
         warnings.warn(f"features go through pageable memory: cudaHostRegister gave error {fault}", stacklevel=2)
 
 
