@@ -14,9 +14,10 @@ import pytest
 from fakes import broken
 from fakes.command import runs, sweeper
 
-from sweeper.signatures import rules
+from sweeper.signatures import Rule, rules
 
 BROKEN = Path(broken.__file__)
+TESTS = Path(__file__).parent
 WAYS = [cause for cause in rules() if hasattr(broken, cause.replace(".", "_"))]
 # A process may mount a small /dev/shm of its own, or this cannot be tried without harming others.
 SMALL_SHM = ["unshare", "-rm", "sh", "-c", "mount -t tmpfs -o size=64k tmpfs /dev/shm"]
@@ -61,7 +62,19 @@ def test_what_breaks_is_named(verdicts: dict[str, dict], cause: str) -> None:
     assert found["verdict"] == expected.get(cause, "killed" if killed else "failed")
 
 
-def test_the_page_says_of_every_cause_whether_it_is_injected() -> None:
-    for rule in rules().values():
-        assert bool(rule.injected) != bool(rule.not_injected), rule.cause
-    assert set(WAYS) <= {rule.cause for rule in rules().values() if rule.injected}
+@pytest.mark.parametrize("rule", rules().values(), ids=lambda rule: rule.cause)
+def test_the_page_says_truly_how_a_cause_is_tested(rule: Rule) -> None:
+    """By a job that is broken that way, by the test that is named, or by so many public texts."""
+    assert bool(rule.injected) != bool(rule.not_injected) == bool(rule.instead)
+    named = re.findall(r"\btest_\w+\.py\b", rule.injected)
+    assert all((TESTS / name).is_file() for name in named)
+    if rule.not_injected:
+        assert rule.cause not in WAYS
+        texts = [line for path in TESTS.glob("data/failures*.jsonl") for line in path.read_text().splitlines()]
+        counted = sum(json.loads(line)["cause"] == rule.cause for line in texts)
+        files = [Path(name).name for name in re.findall(r"tests/(data/\S+\.txt)", rule.instead)]
+        assert all((TESTS / "data" / "stacks" / name).is_file() for name in files)
+        assert rule.instead.startswith(f"{counted} public texts") if counted else files
+    elif rule.cause not in WAYS:
+        tests = [(TESTS / name).read_text() for name in named]
+        assert any(rule.cause in text for text in tests), "the test that is named says nothing of this cause"

@@ -31,7 +31,7 @@ LONGEST_EVIDENCE = 300  # characters of an evidence line
 class Rule:
     """One cause. `patterns` show a failure; `warnings` show a state that only matters if something else
     failed or nothing else is known. `explains` lists the causes that are echoes of this one. `injected` says how a
-    test makes it happen, or `not_injected` why none does."""
+    test makes it happen; where none does, `not_injected` says what that would need, and `instead` what is tested."""
 
     cause: str
     about: str
@@ -44,6 +44,7 @@ class Rule:
     examples: tuple[str, ...] = ()
     injected: str = ""
     not_injected: str = ""
+    instead: str = ""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Jobs in which something really breaks, one a cause: `broken.py CAUSE OUT`. Prints no error of its own."""
 
 import ctypes
+import functools
 import json
 import multiprocessing.reduction  # noqa: F401  (its import opens files, which one of the jobs cannot)
 import os
@@ -101,6 +102,15 @@ def compile_no_end(out: Path) -> None:
     compiler.chmod(0o700)
     os.environ["CXX"] = str(compiler)
     torch.compile(lambda x: x.sin() + 1)(torch.ones(64))
+
+
+def compile_worker_died(out: Path) -> None:
+    """A worker of Inductor's own pool kills itself over what it was given to compile; PyTorch waits for it."""
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "2"
+    from torch._inductor.async_compile import AsyncCompile
+
+    work = AsyncCompile.process_pool().submit(functools.partial(signal.raise_signal, signal.SIGKILL))
+    AsyncCompile().wait({"kernel": work})
 
 
 def compile_fx_trace_race(out: Path) -> None:
