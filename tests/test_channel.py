@@ -83,6 +83,22 @@ def test_very_many_small_batches_may_wait_between_processes():
     assert [reader.get(CPU).index for _ in range(50)] == list(range(50))
 
 
+@pytest.mark.parametrize("kind", [0, 1], ids=["threads", "processes"])
+@pytest.mark.parametrize("tokens", [1, 20_000], ids=["no room", "a full pipe"])
+def test_a_target_does_not_wait_for_a_drafter_that_has_left(kind, tokens):
+    """Of two variants that are asked to stop one may leave while the other still needs a batch of their target."""
+    channel = channels()[kind]
+    reader = copy.copy(channel) if kind else channel
+    large = replace(batch(0), tokens=torch.zeros(1, tokens, dtype=torch.int64))
+    sender = threading.Thread(target=lambda: [channel.put(large) for _ in range(9)], daemon=True)
+    sender.start()
+    time.sleep(0.2)
+    assert sender.is_alive()
+    reader.leave()
+    sender.join(5)
+    assert not sender.is_alive()
+
+
 def test_a_batch_larger_than_the_bound_still_passes():
     channel = ThreadChannel(1)
     channel.put(batch(0))

@@ -30,6 +30,7 @@ class ChannelStats:
 class Channel(Protocol):
     def put(self, batch: Batch) -> None: ...
     def get(self, device: torch.device) -> Batch: ...
+    def leave(self) -> None: ...
     def stats(self) -> ChannelStats: ...
     def abort(self) -> None: ...
 
@@ -44,19 +45,21 @@ class ThreadChannel:
         self._batches: deque[Batch] = deque()
         self._bytes = 0
         self._changed = threading.Condition()
-        self._aborted = False
+        self._left = self._aborted = False
         self._target_waited = self._drafter_waited = 0.0
 
     def put(self, batch: Batch) -> None:
-        """Wait for room, then append; raises Aborted."""
+        """Wait for room, then append; raises Aborted. Nothing more is kept once the drafter has left."""
         with self._changed:
             since = time.perf_counter()
             self._changed.wait_for(
-                lambda: self._aborted or not self._batches or self._bytes + batch.bytes <= self._limit
+                lambda: self._aborted or self._left or not self._batches or self._bytes + batch.bytes <= self._limit
             )
             self._target_waited += time.perf_counter() - since
             if self._aborted:
                 raise Aborted
+            if self._left:
+                return
             self._batches.append(batch)
             self._bytes += batch.bytes
             self._changed.notify_all()
@@ -74,6 +77,13 @@ class ThreadChannel:
             self._changed.notify_all()
         assert batch.features is not None
         return replace(batch, features=carried(batch.features, device))
+
+    def leave(self) -> None:
+        """The drafter takes no more: its target, which feeds others too, need not wait for it."""
+        with self._changed:
+            self._left, self._bytes = True, 0
+            self._batches.clear()
+            self._changed.notify_all()
 
     def stats(self) -> ChannelStats:
         return ChannelStats(self._bytes, self._target_waited, self._drafter_waited)
@@ -98,7 +108,7 @@ class ProcessChannel:
         count = max(1, limit_bytes // self._size)
         self._slots = torch.empty((count, *shape), dtype=dtype).share_memory_()
         self._free, self._ready = context.Semaphore(count), context.SimpleQueue()
-        self._waiting = context.Value("q", 0)
+        self._waiting, self._left, self._handing = context.Value("q", 0), context.Value("b", 0), context.Lock()
         self._target_waited, self._drafter_waited = context.Value("d", 0.0), context.Value("d", 0.0)
         self._locked = False
         self._next = 0  # the slot that this end uses next: writer and reader go round in the same order
@@ -108,12 +118,16 @@ class ProcessChannel:
         self._free.acquire()
         self._target_waited.value += time.perf_counter() - since  # one writer
         assert batch.features is not None
-        stored(batch.features, self._slot(batch.features.device))
-        self._next = (self._next + 1) % len(self._slots)
-        with self._waiting.get_lock():
-            self._waiting.value += 1
-        small = {k: v.numpy() if isinstance(v, Tensor) else v for k, v in vars(batch).items() if k != "features"}
-        self._ready.put(small)
+        with self._handing:
+            if self._left.value:
+                self._free.release()
+                return
+            stored(batch.features, self._slot(batch.features.device))
+            self._next = (self._next + 1) % len(self._slots)
+            with self._waiting.get_lock():
+                self._waiting.value += 1
+            small = {k: v.numpy() if isinstance(v, Tensor) else v for k, v in vars(batch).items() if k != "features"}
+            self._ready.put(small)
 
     def get(self, device: torch.device) -> Batch:
         since = time.perf_counter()
@@ -128,6 +142,18 @@ class ProcessChannel:
             k: v if isinstance(v, int | float) else torch.from_numpy(v) for k, v in small.items()
         }
         return Batch(**tensors, features=features)
+
+    def leave(self) -> None:
+        """As ThreadChannel's. What the target is at is read off: a pipe that nobody reads would hold it for ever."""
+        self._left.value = 1
+        self._free.release()
+        while not self._handing.acquire(timeout=0.02):
+            self._discard()
+        self._handing.release()
+
+    def _discard(self) -> None:
+        while not self._ready.empty():
+            self._ready.get()
 
     def _slot(self, device: torch.device) -> Tensor:
         if device.type == "cuda" and not self._locked:

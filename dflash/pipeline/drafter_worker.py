@@ -114,6 +114,9 @@ def run_drafter(tools: Tools, work: Work) -> tuple[str, dict[str, Any]]:
             if one.step == done + max(1, job.train.steady_after):
                 warm = time.time()
             stop |= bool(seen.stop) and not last
+        if stop:  # another variant may be a step behind, and be fed by a target that waits here
+            for target in range(tools.layout.targets):
+                tools.channels[target, seat.worker].leave()
         saved = seat.rank == 0 and (due or (stop and job.train.save)) and _save(tools, work, step, master)
         if stop:
             status = "requeue" if saved or seat.rank else "interrupted"
