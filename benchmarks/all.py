@@ -64,7 +64,7 @@ def parts(options: argparse.Namespace) -> list[Part]:
     if options.tiny:
         return [
             Part("step", ["--tiny", "--samples", "2"], 120, 0),
-            Part("pipeline", ["--tiny", "--shapes", "packed", "--rounds", "1", "--seconds", "0.1"], 120, 0),
+            Part("pipeline", ["--tiny", "--shapes", "packed", "--rounds", "1", "--steps", "10"], 120, 0),
         ]
     commit = ["--commit", options.commit] if options.commit else []
     peers = [["--specforge", options.specforge], ["--speculators", options.speculators]]

@@ -8,7 +8,7 @@
 again; `threads` and `processes` are the whole pipeline, `split=1t1d`, started as the trainer starts it. The target has
 the sizes of Qwen3-8B, cut behind its last tap as always, the drafter those of benchmarks/step.py; weights and tokens
 are made up, and nothing is read from disk. All ways take turns in an order drawn anew each round, until the rounds or
-`--limit` seconds are used up. Before them each stage runs a few steps, which compile and say how long a turn has to be.
+`--limit` seconds are used up, each way at least one turn a shape; the file also has the seconds of every measured step.
 
 Ktok/s are what the trainer's are: unpadded context tokens a second of wall time, over the steps after the backlog of
 warm-up is used up (for a target alone, over all batches but the first two). The last column is a way's median as a
@@ -177,12 +177,13 @@ class Bench:
             raise SystemExit(f"{way} failed in {failure['worker']}: {failure['message']}\n{failure['traceback']}")
         speed = speed or figures(told).ktok_s
         if speed is None:
-            raise SystemExit(f"{way}: {steps} steps are too few to see one without backlog; raise --seconds")
+            raise SystemExit(f"{way}: {steps} steps are too few to see one without backlog; raise --steps")
         seconds = [e["seconds"] for e in told if e["event"] == "step" and e["steady"]]
         return speed, seconds, [one for e in told if e["event"] == "spans" for one in e["spans"]]
 
     def _threads(self, plan: Plan, out: Path, events: EventWriter, probe: Probe) -> None:
-        run_in_threads(plan, self.placement, out, events, probe, threading.Event(), MadeUpTarget)
+        with self.placement.drafters[0]:  # where its first weights are then drawn: a host takes a quarter of a minute
+            run_in_threads(plan, self.placement, out, events, probe, threading.Event(), MadeUpTarget)
 
     def _processes(self, plan: Plan, out: Path, events: EventWriter, probe: Probe) -> None:
         run_in_processes(plan, self.placement, out, events, probe, threading.Event(), MadeUpTarget)
@@ -203,7 +204,8 @@ class Bench:
         ends = MadeUpTarget.ends(job.target, device)
 
         def work(tools: Tools) -> None:
-            made = make_drafter(variant, ends, tools.strategy, device)
+            with device:
+                made = make_drafter(variant, ends, tools.strategy, device)
             seat = tools.layout.seats[0]
             run_drafter(tools, Work(seat, variant, *made, ThreadAverager(1), None, ends, {}))
 
@@ -285,7 +287,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ways", default=",".join(WAYS), help=f"comma-separated, of {', '.join(WAYS)}")
     parser.add_argument("--compile", help="the drafter's strategy (triton; with --tiny eager)")
     parser.add_argument("--rounds", type=int, default=4, help="most turns of each way at each shape")
-    parser.add_argument("--seconds", type=float, default=6.0, help="how long a turn's steps should last")
+    parser.add_argument("--steps", type=int, default=16, help="steps of a turn, some six of them before the window")
     parser.add_argument("--limit", type=float, default=270.0, help="no further round begins that would end after it")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", help="file for the figures")
@@ -312,30 +314,19 @@ def parse() -> argparse.Namespace:
 
 
 def measure(bench: Bench, shape: Shape, options: argparse.Namespace, until: float) -> list[dict[str, Any]]:
-    """All ways at one shape: the stages once to compile and to see how long a step takes, then in turn until the
-    time is up, all at least once.
-    """
-    few = WARM + 6  # what is made during warm-up, and two steps that are measured
-    first = [way for way in options.ways if way in ("target", "drafter")] or options.ways[:1]
+    """All ways at one shape, in turn until the time is up, all at least once."""
     speeds: dict[str, list[float]] = {way: [] for way in options.ways}
     each: dict[str, list[list[float]]] = {way: [] for way in options.ways}
     spans: dict[str, list[Any]] = {}
     longest = 0.0
-    slowest = float("inf")
-    for way in first:
-        speed, _, _ = bench.run(way, few)
-        slowest = min(slowest, speed)
-        print(f"{shape.name} {way}: {speed:.2f} Ktok/s at first", flush=True)
-        release()
-    step = shape.rows * shape.context / slowest / 1e3
-    steps = few + max(2, min(200, round(options.seconds / step)))
     order = random.Random(options.seed)
     for number in range(options.rounds):
         began = time.perf_counter()
         if number and began + longest > until:
             break
         for way in order.sample(options.ways, len(options.ways)):
-            speed, seconds, told = bench.run(way, steps, spans=number == 0 and bool(options.timeline))
+            speed, seconds, told = bench.run(way, options.steps, spans=number == 0 and bool(options.timeline))
+            print(f"{shape.name} {way}: {speed:.2f} Ktok/s", flush=True)
             speeds[way].append(speed)
             each[way].append(seconds)
             if told:
@@ -350,7 +341,7 @@ def measure(bench: Bench, shape: Shape, options: argparse.Namespace, until: floa
             "way": way,
             "ktok_s": (median := statistics.median(found)),
             "samples_ktok_s": found,
-            "steps": steps,
+            "steps": options.steps,
             "step_seconds": each[way],
             "of_slower_stage": median / slower if slower else None,
             "spans": spans.get(way),

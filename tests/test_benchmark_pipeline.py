@@ -23,7 +23,7 @@ def benchmark(monkeypatch):
 @pytest.mark.slow
 def test_a_toy_run_sets_both_ways_against_the_slower_stage_and_draws_who_did_what(benchmark, tmp_path, monkeypatch):
     out, picture = tmp_path / "pipeline.json", tmp_path / "timeline.png"
-    words = f"pipeline.py --tiny --shapes packed --rounds 1 --seconds 0.1 --json {out} --timeline {picture}"
+    words = f"pipeline.py --tiny --shapes packed --rounds 1 --steps 10 --json {out} --timeline {picture}"
     monkeypatch.setattr(sys, "argv", words.split())
     benchmark.main()
     results = {r["way"]: r for r in json.loads(out.read_text())["results"]}
