@@ -68,7 +68,7 @@ def fates(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         assert any("submitit" in word for word in job.cmdline())
         job.kill()
         cluster.run("scancel", record(store, "quiet", "slurm.json")["id"])
-        until(lambda: record(store, "quiet", "verdict.json"))
+        until(lambda: record(store, "quiet", "verdict.json"), 60)
         cluster.stop_controller()
         time.sleep(6)
         assert command.poll() is None

@@ -66,9 +66,9 @@ AccountingStorageTRES=gres/gpu
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 SlurmctldParameters=preempt_send_user_signal
-NodeName={host} NodeAddr=127.0.0.1 CPUs={cpus} RealMemory={memory} Gres=gpu:{gpus} State=UNKNOWN
-PartitionName=low Nodes={host} Default=YES MaxTime=INFINITE State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime=60
-PartitionName=high Nodes={host} Default=NO MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
+NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 CPUs={cpus} RealMemory={memory} Gres=gpu:{gpus} State=UNKNOWN
+PartitionName=low Nodes={node} Default=YES MaxTime=INFINITE State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime=60
+PartitionName=high Nodes={node} Default=NO MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
 """
 
 SLURMDBD_CONF = """
@@ -111,6 +111,7 @@ class Cluster:
 
     def __init__(self, root: Path) -> None:
         self.root, self.host = root, socket.gethostname().partition(".")[0]
+        self.node_name = ""
         self.env = os.environ | {
             "SLURM_CONF": str(root / "slurm.conf"),
             "PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin",
@@ -131,13 +132,15 @@ class Cluster:
             (self.root / name).mkdir(parents=True)
         names = ("ctld", "slurmd", "dbd", "sql")
         told = dict(zip(names, _free_ports(len(names)), strict=True)) | {"root": self.root, "host": self.host}
-        told |= {"cpus": CPUS, "memory": MEMORY_MB, "gpus": GPUS}
+        # Slurm names control groups after node and job: two clusters on one machine must differ in the first.
+        self.node_name = f"n{told['slurmd']}"
+        told |= {"node": self.node_name, "cpus": CPUS, "memory": MEMORY_MB, "gpus": GPUS}
         told |= {"task": "task/cgroup" if self.limits_memory else "task/none"}
         self._munge()
         for number in range(GPUS):  # Slurm wants character devices whose names end in a number
             os.mknod(self.root / "dev" / f"gpu{number}", 0o666 | stat.S_IFCHR, NULL)
         device = f"File={self.root}/dev/gpu[0-{GPUS - 1}]"
-        self._write("gres.conf", f"NodeName={self.host} Name=gpu {device}\n")
+        self._write("gres.conf", f"NodeName={self.node_name} Name=gpu {device}\n")
         constrain = "CgroupPlugin=cgroup/v1\nConstrainRAMSpace=yes\n" if self.limits_memory else ""
         self._write("cgroup.conf", f"CgroupAutomount=no\n{constrain}")
         self._write("slurm.conf", SLURM_CONF.format(**told))
@@ -187,7 +190,7 @@ class Cluster:
 
     def node(self) -> None:
         """Start slurmd."""
-        self.run("slurmd", "-N", self.host)
+        self.run("slurmd", "-N", self.node_name)
 
     def stop_controller(self) -> None:
         self._end(self.root / "slurmctld.pid", patience=15.0)  # it saves what it knows
