@@ -94,6 +94,8 @@ def test_sixteen_runs_read_back_after_a_sync(store: Path) -> None:
         assert {k: params[f"cell.{k}"] for k in cell} == cell
         assert (params["spec.train.steps"], params["spec.optim.betas"]) == ("12", "0.9, 0.999")
         assert metrics["ktok_s"] == pytest.approx(figures["ktok_s"])
+        speeds = [point.step for point in client(store).get_metric_history(run.info.run_id, "ktok_s")]
+        assert len(set(speeds)) == len(speeds), "the speed of the last step is that of the run, and stands there once"
         for figure in ("time_to_first_step_s", "compile_s"):
             assert metrics[figure] == pytest.approx(figures[figure])
         assert metrics["peak_rss_gb"] == pytest.approx(3.0)
