@@ -157,7 +157,7 @@ class ProcessChannel:
 
     def _slot(self, device: torch.device) -> Tensor:
         if device.type == "cuda" and not self._locked:
-            lock_pages(self._slots)
+            lock_pages(self._slots, device)
             self._locked = True
         return self._slots[self._next]
 

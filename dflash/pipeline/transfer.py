@@ -63,15 +63,16 @@ def fetched(slot: Tensor, device: torch.device) -> Tensor:
     return arriving
 
 
-def lock_pages(shared: Tensor) -> None:
+def lock_pages(shared: Tensor, device: torch.device) -> None:
     """Let a GPU read and write shared host memory by itself, beside its computing; without this right it works too,
     but slowly.
     """
-    fault = int(torch.cuda.cudart().cudaHostRegister(shared.data_ptr(), shared.nbytes, PORTABLE))
-    if fault:
-        with contextlib.suppress(RuntimeError):  # the runtime remembers a fault, and the next launch raises it
-            torch.ones(1, device="cuda")
-        warnings.warn(f"features go through pageable memory: cudaHostRegister gave error {fault}", stacklevel=2)
+    with torch.cuda.device(device):
+        fault = int(torch.cuda.cudart().cudaHostRegister(shared.data_ptr(), shared.nbytes, PORTABLE))
+        if fault:
+            with contextlib.suppress(RuntimeError):  # the runtime remembers a fault, and the next launch raises it
+                torch.ones(1, device=device)
+            warnings.warn(f"features go through pageable memory: cudaHostRegister gave error {fault}", stacklevel=2)
 
 
 @functools.cache
