@@ -35,7 +35,7 @@ import psutil
 sys.path.insert(0, str(Path(__file__).parent))
 
 from fakes import server as tracking_server
-from fakes.command import workload
+from fakes.command import CHILD, workload
 from slurm import cluster as slurm
 
 from dflash.events import EVENTS_FILE, EventReader
@@ -75,7 +75,11 @@ class Place:
         return self.folder / "store"
 
     def command(self, number: int) -> subprocess.Popen[str]:
-        line = [sys.executable, "-m", "sweeper", "-m", *workload("resumable"), f"store={self.store}", f"seed={number}"]
+        job = self.folder / CHILD.name  # a copy: who edits the job while this works makes another sweep of it
+        if not job.exists():
+            shutil.copy(CHILD, job)
+        words = [word.replace(str(CHILD), str(job)) for word in workload("resumable")]
+        line = [sys.executable, "-m", "sweeper", "-m", *words, f"store={self.store}", f"seed={number}"]
         line += ["workload.sections=[train]", "+train={save_every:3}", "compile=locked,whole", "cache=cold,warm"]
         line += ["grace=2", "report=false", *self.words]
         log = open(self.folder / f"command-{number}.log", "a")  # noqa: SIM115

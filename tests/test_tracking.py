@@ -23,7 +23,7 @@ from made_up import BEGAN, add_events, evaluated, events, fanout, finish_run, pr
 from dflash.settings import SettingError
 from sweeper import sync, tracking
 from sweeper.tracking import place
-from sweeper.tracking.view import View, alive
+from sweeper.tracking.view import Unkept, View, alive
 
 LOCAL = {"name": "local", "uri": None, "experiment": "dflash"}
 CELL = {"wheel": "current", "cache": "cold", "compile": "locked", "split": "1t2d", "isolation": "threads"}
@@ -211,6 +211,16 @@ def test_values_that_are_not_finite_show_as_such(store: Path) -> None:
 
 def history(store: Path, run: Any, name: str) -> dict[int, float]:
     return {m.step: m.value for m in client(store).get_metric_history(run.info.run_id, name)}
+
+
+def test_a_run_whose_directory_cannot_be_written_holds_up_no_other(store: Path) -> None:
+    folders = [write_run(store, CELL, repeat=number) for number in (1, 2)]
+    write_plan(folders, conclusion="Nothing failed.\n")
+    (folders[0] / "tracking.json").mkdir()
+    with pytest.raises(Unkept, match=f"could not be kept in {folders[0]}"):
+        catch_up(store)
+    assert {run.info.status for run in [*shown(store).values(), *sweeps(store)]} == {"FINISHED"}
+    assert set(shown(store)) == {folder.name for folder in folders}
 
 
 def test_variants_slots_and_evaluations_have_names_of_their_own(store: Path) -> None:
