@@ -208,6 +208,9 @@ class Cluster:
             self._sql.terminate()
             self._sql.wait(30)
         self._end(self.root / "munge" / "pid")
+        for group, _, _ in os.walk(f"/sys/fs/cgroup/memory/slurm_{self.node_name}", topdown=False):
+            with contextlib.suppress(OSError):  # slurmd leaves them, empty
+                os.rmdir(group)
 
     def run(self, *words: str) -> str:
         """Run a command of this cluster; returns what it printed. Raises CalledProcessError with its words."""
