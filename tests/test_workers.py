@@ -52,6 +52,9 @@ class Backlog:
         self.given += 1
         return replace(batch, made=1.0 if self.given <= self.waiting else time.time())
 
+    def leave(self) -> None:
+        """No target waits here."""
+
     def stats(self) -> ChannelStats:
         return ChannelStats(0, 0.0, 0.0)
 
