@@ -106,10 +106,11 @@ def play(place: Place, number: int, rng: random.Random) -> Round:
         command = place.command(number)
         done.starts += 1
         down: list[Callable[[], None]] = []
+        hurry = 1.0 if done.starts <= wanted else 0.2  # a sweep that is through ends soon
         try:
-            time.sleep(rng.uniform(0.3, 4.0))
+            time.sleep(rng.uniform(0.3, 4.0) * hurry)
             for _ in range(rng.randint(1, 3)):
-                time.sleep(rng.uniform(0.0, 2.0))
+                time.sleep(rng.uniform(0.0, 2.0) * hurry)
                 if command.poll() is not None:
                     break
                 done.strikes.append(_strike(place, command, rng, down))
