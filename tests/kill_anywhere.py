@@ -34,6 +34,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from fakes import driver
 from fakes import server as tracking_server
 from fakes.command import CHILD, workload
 from slurm import cluster as slurm
@@ -361,10 +362,10 @@ def opened(name: str, folder: Path) -> Iterator[Place]:
     if name == "slurm":
         yield from _with_slurm(folder, env)
     elif name == "server":
-        yield from _with_server(folder, env | _gpus(folder))
+        yield from _with_server(folder, env | driver.gpus(folder, GPUS))
     else:
         rows = lambda: sqlite_rows(folder / "store" / "mlflow.db")  # noqa: E731
-        yield Place(name, folder, ["jobs=auto", "split=1t1d", "device=cuda"], env | _gpus(folder), rows)
+        yield Place(name, folder, ["jobs=auto", "split=1t1d", "device=cuda"], env | driver.gpus(folder, GPUS), rows)
 
 
 def _with_server(folder: Path, env: dict[str, str]) -> Iterator[Place]:
@@ -423,19 +424,6 @@ def _with_slurm(folder: Path, env: dict[str, str]) -> Iterator[Place]:
         yield Place("slurm", folder, words, env, rows, servers, resume, settle_s=10.0)
     finally:
         cluster.stop()
-
-
-def _gpus(folder: Path) -> dict[str, str]:
-    """The environment in which a driver lists GPUs and torch could compute on them, as far as a harness asks."""
-    tools, packages = folder / "bin", folder / "packages" / "torch-2.13.0.dist-info"
-    tools.mkdir()
-    packages.mkdir(parents=True)
-    listed = "".join(f"GPU {n}: NVIDIA H200 (UUID: GPU-0000000{n}-aa)\\n" for n in range(GPUS))
-    (tools / "nvidia-smi").write_text(f"#!/bin/sh\nprintf '{listed}'\n")
-    (tools / "nvidia-smi").chmod(0o755)
-    (packages / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.13.0\n")
-    (packages / "RECORD").write_text("")
-    return {"PATH": f"{tools}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(packages.parent)}
 
 
 def sqlite_rows(path: Path) -> Rows:

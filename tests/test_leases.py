@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes import driver
 from fakes.command import alive, runs, started, stepping, sweeper, until, workload
 
 from dflash.settings import SettingError
@@ -23,16 +24,8 @@ GPUS = 4
 @pytest.fixture
 def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A driver's tool that lists four GPUs, and a build of torch that could compute on them, as far as anybody asks."""
-    tools, packages = tmp_path / "bin", tmp_path / "packages" / "torch-2.13.0.dist-info"
-    tools.mkdir()
-    packages.mkdir(parents=True)
-    listed = "".join(f"GPU {n}: NVIDIA H200 (UUID: GPU-0000000{n}-aa)\\n" for n in range(GPUS))
-    (tools / "nvidia-smi").write_text(f"#!/bin/sh\nprintf '{listed}'\n")
-    (tools / "nvidia-smi").chmod(0o755)
-    (packages / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.13.0\n")
-    (packages / "RECORD").write_text("")
-    monkeypatch.setenv("PATH", f"{tools}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setenv("PYTHONPATH", str(packages.parent))
+    for name, value in driver.gpus(tmp_path, GPUS).items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setenv("SWEEPER_LEASES", str(tmp_path / "leases"))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
