@@ -13,6 +13,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from sweeper import store
+
 FIGURES = {"ktok_s": "ktok_s", "first_step_s": "time_to_first_step_s", "compile_s": "compile_s", "steps": "steps"}
 ENDED_OUTSIDE = "sweep.interrupted"
 
@@ -36,9 +38,8 @@ def main() -> None:
 
 def collect(stores: list[Path], about: str) -> str:
     """JSON of every finished run, priming runs too, in order of their start (seconds since the first)."""
-    runs = [
-        run(folder) for store in stores for folder in (store / "runs").iterdir() if (folder / "verdict.json").exists()
-    ]
+    attempts = [store.attempt(folder) for each in stores for folder in (each / "runs").iterdir()]
+    runs = [run(one.run, one.verdict) for one in attempts if one.verdict]
     runs.sort(key=lambda each: each["started"])
     for each in runs[::-1]:
         each["started"] = round(each["started"] - runs[0]["started"], 1)
@@ -46,9 +47,9 @@ def collect(stores: list[Path], about: str) -> str:
     return json.dumps({"about": about})[:-1] + f',\n "runs": [\n  {lines}\n ]}}\n'
 
 
-def run(folder: Path) -> dict[str, Any]:
-    told, ended = (json.loads((folder / name).read_text()) for name in ("run.json", "verdict.json"))
-    signature, cache = ended["signature"] or {}, ended["cache"]
+def run(told: dict[str, Any], ended: dict[str, Any]) -> dict[str, Any]:
+    """A run's line, from its record and its verdict; one that a dead harness left has no caches to tell of."""
+    signature, cache = ended["signature"] or {}, ended["cache"] or {"proved": "", "layers": {}}
     total = {
         name: sum(layer.get(name, 0) for layer in cache["layers"].values())
         for name in ("files_before", "files_after", "hits", "misses")
