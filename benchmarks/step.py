@@ -120,9 +120,6 @@ def main() -> None:
     torch.manual_seed(options.seed)
     ceiling = matrix_ceiling(device, options.tiny)
     results: list[dict[str, Any]] = []
-    for shape in shapes:
-        results += measure(shape, sizes, device, options)
-        print(table([r for r in results if r["shape"] == shape.name], ceiling), flush=True)
     report = {
         "benchmark": "step",
         "sizes": dataclasses.asdict(sizes),
@@ -131,8 +128,11 @@ def main() -> None:
         "results": results,
         **machine(device, options.commit),
     }
-    if options.json:
-        Path(options.json).write_text(json.dumps(report, indent=1) + "\n")
+    for shape in shapes:
+        results += measure(shape, sizes, device, options)
+        print(table([r for r in results if r["shape"] == shape.name], ceiling), flush=True)
+        if options.json:  # after each shape, so that a run cut short leaves what it has
+            Path(options.json).write_text(json.dumps(report, indent=1) + "\n")
 
 
 def parse() -> argparse.Namespace:

@@ -23,6 +23,7 @@ from torch import nn
 
 from dflash import documents, models, settings
 from dflash.devices import compute_dtype
+from dflash.fused import target as fused_target
 from dflash.settings import SettingError
 
 DEFAULT_TAPS = 5
@@ -142,6 +143,8 @@ class Target:
             documents.use(body)
         for module, device in _places(body, getattr(body, name), devices):
             module.to(device)
+        if devices[0].type == "cuda":
+            fused_target.use(body)
         embedding = embeddings.weight.detach()
         heads = config.num_attention_heads
         return cls(

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from dflash.devices import Placement
+
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 
 
@@ -30,16 +32,25 @@ def test_a_toy_run_sets_both_ways_against_the_slower_stage_and_draws_who_did_wha
     assert set(results) == {"target", "drafter", "threads", "processes"}
     slower = min(results["target"]["ktok_s"], results["drafter"]["ktok_s"])
     for way in ("threads", "processes"):
-        assert results[way]["of_slower_stage"] == results[way]["ktok_s"] / slower
+        assert results[way]["of_stages"] == results[way]["ktok_s"] / slower
         assert len(results[way]["step_seconds"][0]) >= 2
-        told = {(who, what) for who, what, began, ended in results[way]["spans"] if began <= ended}
+        spans = results[way]["spans"]
+        last_step = max(began for who, what, began, _ in spans if (who, what) == ("drafter0", "step"))
+        assert max(ended for who, what, _, ended in spans if (who, what) == ("target0", "target")) > last_step
+        told = {(who, what) for who, what, began, ended in spans if began <= ended}
         assert told >= {("target0", "target"), ("target0", "hand over"), ("drafter0", "wait"), ("drafter0", "step")}
     assert picture.stat().st_size > 10_000
 
 
-def test_a_machine_with_too_few_gpus_is_told(benchmark, monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+def test_a_machine_without_gpus_is_told(benchmark, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(sys, "argv", ["pipeline.py"])
     with pytest.raises(SystemExit):
         benchmark.main()
-    assert "needs two GPUs, and this machine shows 1; --tiny runs a toy on CPU" in capsys.readouterr().err
+    assert "needs a GPU, better two, and this machine shows none; --tiny runs a toy on CPU" in capsys.readouterr().err
+
+
+def test_two_stages_on_one_gpu_can_only_take_turns(benchmark):
+    one, other = torch.device("cuda", 0), torch.device("cuda", 1)
+    assert benchmark.allows([60.0, 30.0], Placement([(one,)], [other], 1)) == 30
+    assert benchmark.allows([60.0, 30.0], Placement([(one,)], [one], 1)) == pytest.approx(20)

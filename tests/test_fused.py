@@ -4,6 +4,7 @@ On a GPU as they run there. Elsewhere this file runs itself again in Triton's in
 because the interpreter must be chosen before triton is imported.
 """
 
+import copy
 import importlib.util
 import os
 import subprocess
@@ -12,9 +13,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers as tf
 from small_drafter import SHAPE
 
-from dflash import settings
+from dflash import fused, settings
 from dflash.attention import DFlashMask, attend_dense, visible
 from dflash.drafter import Drafter, Geometry
 
@@ -25,7 +27,7 @@ RUNS_HERE = INTERPRETED or torch.cuda.is_available()
 kernels = pytest.mark.skipif(not RUNS_HERE, reason="run in Triton's interpreter, by the test of that name")
 
 if RUNS_HERE:
-    from dflash.fused import cross_entropy, layer
+    from dflash.fused import cross_entropy, layer, target
 
 
 @pytest.mark.slow
@@ -119,6 +121,20 @@ def test_sixteen_bits_stray_no_further_than_their_rounding():
     assert {value.dtype for value in low.values()} == {HALF}
     for name, value in exact.items():
         assert (low[name].double() - value).norm() <= 0.04 * value.norm(), name
+
+
+@kernels
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+def test_a_targets_gated_mlp_is_replaced_only_where_it_is_swiglu(activation, monkeypatch):
+    monkeypatch.setattr(fused, "usable", lambda x: True)  # in the interpreter too
+    config = tf.Qwen3Config(hidden_size=40, intermediate_size=2500, num_hidden_layers=1, hidden_act=activation)
+    torch.manual_seed(3)
+    own = tf.models.qwen3.modeling_qwen3.Qwen3MLP(config).to(DEVICE).requires_grad_(False)
+    lean = copy.deepcopy(own)
+    target.use(lean)
+    assert (type(lean) is not type(own)) == (activation == "silu")
+    x = torch.randn(2, 3, 40, device=DEVICE)
+    torch.testing.assert_close(lean(x), own(x), rtol=1e-5, atol=1e-6)
 
 
 @kernels

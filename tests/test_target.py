@@ -8,6 +8,7 @@ import transformers as tf
 from safetensors.torch import load_file, save_file
 
 from dflash import documents, settings
+from dflash.fused import target as fused_target
 from dflash.settings import SettingError
 from dflash.target import Target, default_taps
 
@@ -96,6 +97,30 @@ def test_documents_one_after_another_have_the_features_that_a_mask_gives(name):
     rows = pack([9, 1, 14], [24], [5, 12], width=24)
     with torch.no_grad():
         torch.testing.assert_close(apart.features(*rows), masked.features(*rows), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_norms_in_single_passes_have_the_features_of_the_models_own(name):
+    batch = pack([9, 7, 3], [20])
+    plain, lean = (Target.from_model(make(name), None, [CPU]) for _ in range(2))
+    fused_target.use(lean.body)
+    replaced = [type(m) for m in lean.body.modules() if type(m).__module__ == fused_target.__name__]
+    assert bool(replaced) == (name not in ("gemma2", "gemma3", "gpt-neox"))
+    torch.testing.assert_close(lean.features(*batch), plain.features(*batch), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(lean.replica([CPU]).features(*batch), lean.features(*batch), rtol=0, atol=0)
+
+
+def test_a_norm_that_computes_otherwise_keeps_its_own_way():
+    class OneMore(type(make().model.norm)):
+        def forward(self, x):
+            return super().forward(x) * (1 + self.weight) / self.weight
+
+    body = make().model
+    body.norm = OneMore(HIDDEN)
+    torch.nn.init.zeros_(body.norm.weight)
+    fused_target.use(body)
+    assert type(body.norm) is OneMore
+    assert type(body.layers[0].input_layernorm) is not type(make().model.norm)
 
 
 def test_what_follows_the_last_tap_is_not_computed():

@@ -10,6 +10,7 @@ layer.py      the drafter's forward in these terms (read this first)
 norm.py       residual sum and RMSNorm
 heads.py      queries, keys and values from their projections: norm of each head, rotary turn, place
 swiglu.py     SwiGLU
+target.py     norms and SwiGLU of a frozen target of transformers
 cross_entropy.py   losses, likeliest token and gradient of a chunk of logits
 
 Why not a library: Liger (0.8.5) has norm with residual sum, SwiGLU and cross-entropy, but no norm of heads with rotary

@@ -15,12 +15,12 @@ _BLOCK = 2048
 
 
 @triton.jit
-def _swiglu_forward(gate_up, out, width, BLOCK: tl.constexpr):
+def _swiglu_forward(gates, ups, out, stride, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width
-    gate = tl.load(gate_up + row * 2 * width + at, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + row * 2 * width + width + at, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(gates + row * stride + at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(ups + row * stride + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * width + at, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=inside)
 
 
@@ -43,11 +43,21 @@ def _swiglu_backward(gate_up, d_out, d_gate_up, width, BLOCK: tl.constexpr):
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up, [M, I], of gate_up [M, 2 I], contiguous."""
-    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    out = gate_up.new_empty(rows, width)
+    width = gate_up.shape[1] // 2
+    return _forward(gate_up, gate_up[:, width:], gate_up.new_empty(len(gate_up), width))
+
+
+def swiglu_in_place(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up of two contiguous tensors [..., I], in the place of `gate`."""
+    _forward(gate.view(-1, gate.shape[-1]), up.view(-1, up.shape[-1]), gate)
+    return gate
+
+
+def _forward(gate: Tensor, up: Tensor, out: Tensor) -> Tensor:
+    rows, width = len(gate), up.shape[1]
     if rows:
-        with launch.on(gate_up):
-            _swiglu_forward[(rows, triton.cdiv(width, _BLOCK))](gate_up, out, width, _BLOCK)
+        with launch.on(gate):
+            _swiglu_forward[(rows, triton.cdiv(width, _BLOCK))](gate, up, out, gate.stride(0), width, _BLOCK)
     return out
 
 

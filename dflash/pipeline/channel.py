@@ -28,6 +28,8 @@ class ChannelStats:
 
 
 class Channel(Protocol):
+    @property
+    def left(self) -> bool: ...
     def put(self, batch: Batch) -> None: ...
     def get(self, device: torch.device) -> Batch: ...
     def leave(self) -> None: ...
@@ -77,6 +79,10 @@ class ThreadChannel:
             self._changed.notify_all()
         assert batch.features is not None
         return replace(batch, features=carried(batch.features, device))
+
+    @property
+    def left(self) -> bool:
+        return self._left
 
     def leave(self) -> None:
         """The drafter takes no more: its target, which feeds others too, need not wait for it."""
@@ -142,6 +148,10 @@ class ProcessChannel:
             k: v if isinstance(v, int | float) else torch.from_numpy(v) for k, v in small.items()
         }
         return Batch(**tensors, features=features)
+
+    @property
+    def left(self) -> bool:
+        return bool(self._left.value)
 
     def leave(self) -> None:
         """As ThreadChannel's. What the target is at is read off: a pipe that nobody reads would hold it for ever."""

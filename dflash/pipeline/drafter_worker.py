@@ -88,6 +88,8 @@ def run_drafter(tools: Tools, work: Work) -> tuple[str, dict[str, Any]]:
     figures: dict[str, Any] = {"steps": done}
     warm = float("inf")  # when warm-up ended
     told: deque[_Told] = deque()  # steps whose figures are still on the device
+    if done == job.train.steps:
+        _leave(tools, seat)
     for step in range(done + 1, job.train.steps + 1):
         if reporter:
             reporter.step_begins(step)
@@ -114,9 +116,8 @@ def run_drafter(tools: Tools, work: Work) -> tuple[str, dict[str, Any]]:
             if one.step == done + max(1, job.train.steady_after):
                 warm = time.time()
             stop |= bool(seen.stop) and not last
-        if stop:  # another variant may be a step behind, and be fed by a target that waits here
-            for target in range(tools.layout.targets):
-                tools.channels[target, seat.worker].leave()
+        if stop or last:
+            _leave(tools, seat)
         saved = seat.rank == 0 and (due or (stop and job.train.save)) and _save(tools, work, step, master)
         if stop:
             status = "requeue" if saved or seat.rank else "interrupted"
@@ -124,6 +125,12 @@ def run_drafter(tools: Tools, work: Work) -> tuple[str, dict[str, Any]]:
         if work.evaluation and evaluated:
             figures["acceptance"] = work.evaluation(tools, work.variant, drafter, step)
     return status, figures
+
+
+def _leave(tools: Tools, seat: Seat) -> None:
+    """Take no more batches, so that targets need not wait here: they may have other drafters, or be done."""
+    for target in range(tools.layout.targets):
+        tools.channels[target, seat.worker].leave()
 
 
 @dataclass(frozen=True)

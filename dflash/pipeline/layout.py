@@ -8,6 +8,7 @@ step s, from 1, is trained on the batches from (s - 1) * R * accumulate to below
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -56,10 +57,10 @@ class Layout:
     def batches_a_step(self) -> int:
         return self.ranks * self.accumulate
 
-    def made_by(self, target: int, done: int, steps: int) -> Iterator[int]:
-        """The batches that a target makes for the steps after `done` up to `steps`, in order."""
+    def made_by(self, target: int, done: int) -> Iterator[int]:
+        """The batches that a target makes for the steps after `done`, in order and without end."""
         first = done * self.batches_a_step
-        yield from range(first + (target - first) % self.targets, steps * self.batches_a_step, self.targets)
+        yield from itertools.count(first + (target - first) % self.targets, self.targets)
 
     def used_by(self, rank: int, step: int) -> range:
         """The batches that a rank takes in a step, in order."""

@@ -32,6 +32,7 @@ from dflash.plan import Plan, make_drafter, whole_target
 from dflash.probe import Probe
 from dflash.target import Target
 
+TARGETS_END_S = 10.0  # after that they are killed, for nothing they do is of use
 # Exit status of a worker process that another's death ended, and of a drafter worker by the status it ended with.
 PEER_LOST = 4
 EXIT = {"ok": 0, "requeue": 5, "interrupted": 6}
@@ -95,6 +96,7 @@ def run_in_processes(
     already = events.path.stat().st_size
     workers = {told.name: context.Process(target=_work, args=(told,), name=told.name) for told in posts}
     drafters = [worker for name, worker in workers.items() if name.startswith("drafter")]
+    targets = [worker for worker in workers.values() if worker not in drafters]
     try:
         for worker in workers.values():
             worker.start()
@@ -106,6 +108,8 @@ def run_in_processes(
                 _report_silent_death(out, already, dead, events)
                 return "failed"
             if not training:
+                for worker in targets:  # all drafters have left: they end with the batch they are at
+                    worker.join(TARGETS_END_S)
                 return overall(next(s for s, code in EXIT.items() if code == w.exitcode) for w in drafters)
             if stop.is_set():
                 stopping.set()

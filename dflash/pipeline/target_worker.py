@@ -19,18 +19,22 @@ AHEAD = {"cuda": 1}
 
 
 def run_target(tools: Tools, number: int, target: Target, source: BatchSource) -> None:
-    """Make the features of every batch that is this target's, once for all variants; raises Aborted when the run
-    ends.
+    """Make the features of every batch that is this target's, once for all variants, until all drafters have left;
+    raises Aborted when the run ends early.
+
+    Not until the last batch is made: drafters that share a device or its host with targets would go through what is
+    left in the channels faster than through all before.
     """
     tools.announce("target", number, target.device)
     tools.strategy.setup_thread()
+    channels = [channel for (target, _), channel in tools.channels.items() if target == number]
     given: deque[_Given] = deque()
-    for index in tools.layout.made_by(number, min(tools.done.values()), tools.job.train.steps):
+    for index in tools.layout.made_by(number, min(tools.done.values())):
+        if all(channel.left for channel in channels):
+            break
         given.append(_give(tools, target, source.batch(index)))
         while len(given) > AHEAD.get(target.device.type, 0):
             _hand_over(tools, number, source, given.popleft().finished())
-    while given:
-        _hand_over(tools, number, source, given.popleft().finished())
 
 
 @dataclass(frozen=True)

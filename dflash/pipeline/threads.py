@@ -110,7 +110,7 @@ class Crew:
                 if time.monotonic() > until:
                     break
             elif not any(t.is_alive() for t in self._threads if t.name.startswith("drafter")):
-                for abort in self._aborts:  # stopped early: targets need not fill their channels
+                for abort in self._aborts:  # targets need not hand over what they are at
                     abort()
             time.sleep(0.02)
         return not self._failed.is_set()
