@@ -70,6 +70,8 @@ def line(event: dict[str, Any]) -> str:
         )
     if kind == "checkpoint":
         return f"{variant}step {event['step']}: saved {event['folder']}"
+    if kind == "profile":
+        return f"profile of steps {event['first']} to {event['last']}: {event['trace']}, {event['table']}"
     if kind == "resume":
         return f"{variant}goes on after step {event['step']} from {event['folder']}"
     if kind == "warning":

@@ -44,6 +44,7 @@ KINDS: dict[str, str] = {
     "tau_untrained, accept_at (share of rounds that accepted slot k, by slot), distinct4, identical (greedy outputs "
     "equal to the target's own), speedup, temperature, block, max_new, seconds",
     "checkpoint": "a checkpoint to resume from was written: variant, step, folder, seconds",
+    "profile": "steps were recorded with torch.profiler: first, last, trace, table (files), seconds (to write them)",
     "resume": "training goes on from a checkpoint: variant, step (the last one done), folder",
     "compile": "a worker compiled: worker, seconds, graphs, what (shape class), steady",
     "counters": "totals so far: caches {layer: {hits, misses, bypasses, ...}}, graphs, compiles, recompiles, "

@@ -191,11 +191,17 @@ class Train:
     accumulate: int = 1  # batches a drafter takes each step
     precision: str = "auto"  # auto: float32 on CPU; on GPU bfloat16, with master weights and optimiser in float32
     steady_after: int = 3  # steps of warm-up; the measured window opens with the first batch made after them
+    profile: int = 0  # steps after warm-up that are recorded with torch.profiler, before the measured window opens
     queue_mib: float = 64.0  # bound on features waiting for one drafter
     cpu_threads: int = 0  # intra-op threads of each worker on CPU; 0: the machine's cores over the workers
     save: bool = True  # write the trained drafter at the end
     save_every: int = 0  # steps between checkpoints to resume from; 0: only when asked to stop
     keep: int = 2  # checkpoints kept
+
+    @property
+    def unmeasured(self) -> int:
+        """Steps before the measured window: after those that are profiled one more, in which all drafters meet."""
+        return self.steady_after + (self.profile + 1 if self.profile else 0)
 
     def check(self) -> None:
         _between("train.steps", self.steps, 1, 1 << 40)
@@ -205,10 +211,14 @@ class Train:
         _between("train.cpu_threads", self.cpu_threads, 0, 4096)
         _between("train.save_every", self.save_every, 0, 1 << 40)
         _between("train.keep", self.keep, 1, 1000)
+        _between("train.profile", self.profile, 0, 100)
         if not 0 <= self.steady_after < self.steps:
             raise SettingError(
                 "train.steady_after", self.steady_after, f"must be from 0 to below train.steps={self.steps}"
             )
+        if self.unmeasured >= self.steps:
+            why = f"with train.steady_after={self.steady_after} measuring begins at step {self.unmeasured + 1}"
+            raise SettingError("train.profile", self.profile, f"needs more than train.steps={self.steps}: {why}")
         if not self.queue_mib > 0:
             raise SettingError("train.queue_mib", self.queue_mib, "must be greater than 0")
 

@@ -43,6 +43,7 @@ NO_GRAPH = (
     *("seed", "eval", "optim", "loss.gamma", "loss.alpha"),
     *("data.path", "data.format", "data.reasoning", "data.too_long", "data.bad_rows"),
     *("train.steps", "train.steady_after", "train.queue_mib", "train.save", "train.save_every", "train.keep"),
+    "train.profile",
 )
 # What a child is told beside the sections of its workload.
 SHARED = ("compile", "split", "isolation", "device", "seed")
@@ -197,12 +198,12 @@ class Run:
     def prime(self) -> Run:
         """The run that fills the caches for a warm one: the same, cold, and only until it is steady.
 
-        It neither evaluates nor writes checkpoints.
+        It neither evaluates nor writes checkpoints nor profiles.
         """
         spec, facts = json.loads(json.dumps([self.spec, self.facts]))
         for settings in (spec, facts["settings"]) if self.workload.is_trainer else ():
             train = settings["train"]
-            train |= {"steps": min(train["steps"], train["steady_after"] + 2), "save_every": 0}
+            train |= {"steps": min(train["steps"], train["steady_after"] + 2), "save_every": 0, "profile": 0}
             settings["eval"] |= {"prompts": [], "every": 0}
         cell = self.cell | {"cache": caches.COLD}
         return replace(self, cell=cell, spec=spec, facts=facts, repeat=1, role="prime", skip="", cache_wheel=None)

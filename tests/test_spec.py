@@ -198,6 +198,10 @@ def test_a_priming_run_is_the_same_but_short_and_cold(tmp_path: Path) -> None:
     assert prime.snapshot_key() == run.snapshot_key()
     evaluated = read(tmp_path, f"eval.prompts=[{__file__}]", "eval.every=9", "train.save_every=9").prime().spec
     assert (evaluated["eval"]["prompts"], evaluated["eval"]["every"], evaluated["train"]["save_every"]) == ([], 0, 0)
+    profiled = read(tmp_path, "cache=warm", "train.steps=50", "train.steady_after=4", "train.profile=2")
+    assert profiled.identity != run.identity, "it is another measurement"
+    assert profiled.prime().identity == prime.identity, "and starts from the same caches"
+    assert profiled.snapshot_key() == run.snapshot_key()
     short = read(tmp_path, "train.steps=6", "train.steady_after=4")
     assert prime.identity not in (run.identity, short.identity)
 

@@ -143,6 +143,51 @@ def test_a_job_trains_reports_and_leaves_a_drafter(job):
     assert load_file(one.out / "drafter" / "model.safetensors")["fc.weight"].shape == (32, 64)
 
 
+def _bytes(one: Job) -> bytes:
+    return (one.out / "drafter" / "model.safetensors").read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("isolation", ["threads", "processes"])
+def test_a_profiled_job_trains_to_the_same_bits_and_is_measured_after_the_profile(job, isolation):
+    settings = {"train__steps": 40, "split": "1t2d", "isolation": isolation}
+    plain, seen = job("plain", **settings), job("seen", train__profile=3, **settings)
+    for one in (plain, seen):
+        code, errors = one.run()
+        assert code == 0, errors
+    assert seen.losses() == plain.losses()
+    assert _bytes(seen) == _bytes(plain)
+    assert {path.name for path in seen.out.glob("*profile*")} == {"profile.json.gz", "profile.txt"}
+    assert not list(plain.out.glob("*profile*"))
+    (told,) = seen.events("profile")
+    assert (told["first"], told["last"]) == (3, 5)
+    assert [e["stage"] for e in seen.events("stage")] == ["data", "load", "warmup", "train", "save"]
+    opened = seen.events("stage")[3]["t"]
+    assert told["t"] <= opened, "written before the window opens"
+    assert all(e["step"] > 6 and e["t"] > opened for e in seen.events("step") if e["steady"])
+    assert any(e["steady"] for e in seen.events("step"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiled", ["locked", "whole", "unlocked"])
+def test_a_profile_makes_nothing_compile_again(job, compiled):
+    one = job(train__steps=12, train__profile=2, compile=compiled)
+    code, errors = one.run()
+    assert code == 0, errors
+    assert (one.out / "profile.json.gz").is_file()
+    assert not one.events("warning")
+    (end,) = [e for e in one.events("counters") if e["at"] == "end"]
+    assert (end["recompiles"], end["unexpected_compiles"], end["uncompiled_calls"]) == (0, 0, 0)
+
+
+@pytest.mark.slow
+def test_a_job_that_is_ended_while_it_is_profiled_leaves_no_part_of_a_profile(job):
+    one = job(train__steps=2000, train__profile=100)
+    assert stopped(one, signal.SIGTERM, steps=5) == 75
+    assert one.events("step")[-1]["step"] < 102
+    assert not [*one.out.glob("*profile*")]
+
+
 @pytest.mark.slow
 def test_drafters_that_average_equal_one_drafter_on_the_joint_batch(job):
     joint = job("joint", train__rows=2, split="1t1d")

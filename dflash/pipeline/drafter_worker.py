@@ -20,6 +20,7 @@ from dflash.pipeline.average import Averager
 from dflash.pipeline.batch import Batch
 from dflash.pipeline.evaluation import Evaluation
 from dflash.pipeline.layout import Seat
+from dflash.pipeline.profile import profiled
 from dflash.pipeline.report import Reporter
 from dflash.pipeline.spans import span
 from dflash.pipeline.step import FrozenEnds, gradient_step
@@ -90,7 +91,8 @@ def run_drafter(tools: Tools, work: Work) -> tuple[str, dict[str, Any]]:
     told: deque[_Told] = deque()  # steps whose figures are still on the device
     if done == job.train.steps:
         _leave(tools, seat)
-    for step in range(done + 1, job.train.steps + 1):
+    steps = range(done + 1, job.train.steps + 1)
+    for step in profiled(steps, tools, device) if seat.leads else steps:
         if reporter:
             reporter.step_begins(step)
         total = _gradient(tools, work, name, master, forward, step, warm, reporter)
@@ -113,7 +115,7 @@ def run_drafter(tools: Tools, work: Work) -> tuple[str, dict[str, Any]]:
             seen, one = StepSums.of(values), told.popleft()
             if reporter:
                 figures |= reporter.step_ended(one.step, seen, grad_norm, one.lr)
-            if one.step == done + max(1, job.train.steady_after):
+            if one.step == done + max(1, job.train.unmeasured):
                 warm = time.time()
             stop |= bool(seen.stop) and not last
         if stop or last:

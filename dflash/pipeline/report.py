@@ -34,7 +34,7 @@ class Reporter:
         events, probe = self.tools.events, self.tools.probe
         if self.seat.leads and step == self.first:
             events.emit("stage", stage="warmup")
-        if self.seat.leads and step == self.first + self.job.train.steady_after:
+        if self.seat.leads and step == self.first + self.job.train.unmeasured:
             probe.steady = True
             events.emit("counters", at="steady", **probe.counters())
             events.emit("stage", stage="train")

@@ -1,5 +1,7 @@
 """Where the workers of a process spend their time, told only when asked; off, a span is nothing.
 
+While a profile is taken (profile.py) a span bears its name there.
+
 A span on a GPU lies between two events on its stream, so that measuring waits for nothing; all are read when the run
 is over. One without a GPU is the thread's own wall time.
 """
@@ -12,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
+from torch.profiler import record_function
 
 from dflash.events import EventWriter
 
@@ -52,6 +55,7 @@ class _Recorder:
 
 
 _recorder: _Recorder | None = None
+_named = False  # a profile is being taken
 
 
 def start() -> None:
@@ -68,6 +72,14 @@ def report(events: EventWriter) -> None:
         _recorder = None
 
 
+def name_in_profiles(on: bool) -> None:
+    """Whether spans are to be found in what torch.profiler records."""
+    global _named
+    _named = on
+
+
 def span(what: str, device: torch.device | None = None) -> AbstractContextManager[None]:
     """Round work that the calling worker's thread has `device` do on its current stream, or waits for itself."""
-    return nullcontext() if _recorder is None else _recorder.span(what, device)
+    if _recorder is not None:
+        return _recorder.span(what, device)
+    return record_function(what) if _named else nullcontext()
