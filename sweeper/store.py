@@ -33,6 +33,7 @@ SPEC_FILE = "spec.json"
 VERDICT_FILE = "verdict.json"
 JOB_FILE = "slurm.json"  # of a run that a scheduler was given: which job it is; touched while the job works on it
 CACHES = "caches"
+PROFILES = "profile*"  # what a command left in its {out} under such a name is shown with the run
 # A run's record is written at once after its directory is made; one that has none for so long will get none.
 UNRECORDED_S = 60.0
 # Ends that come from outside and say nothing of the run: it is done again by itself.
@@ -285,6 +286,11 @@ def _folders(store: Path) -> Iterator[Path]:
     runs = store / "runs"
     if runs.is_dir():
         yield from sorted(entry for entry in runs.iterdir() if _NAME.search(entry.name) and entry.is_dir())
+
+
+def profiles(folder: Path) -> list[Path]:
+    """The profiles that a run's command left in its directory, by name."""
+    return sorted(path for path in folder.glob(PROFILES) if path.is_file())
 
 
 def attempt(folder: Path) -> Attempt:

@@ -223,6 +223,27 @@ def test_runs_that_left_next_to_nothing_are_still_told(tmp_path: Path) -> None:
     assert all(path.stat().st_size for path in files)
 
 
+def test_profiles_that_runs_left_are_named_and_a_cells_first_is_quoted(tmp_path: Path) -> None:
+    folders = [write_run(tmp_path, {"compile": "locked"}, repeat=repeat) for repeat in (1, 2, 3)]
+    folders.append(write_run(tmp_path, {"compile": "whole"}))
+    for number, folder in enumerate(folders[1:], 2):
+        (folder / "profile.json.gz").write_bytes(b"\x1f\x8b")
+        (folder / "profile.txt").write_text(f"<b> table {number} \x1b\n" + "a line of a long table\n" * 9000)
+    _, (html, markdown, _) = page.write(planned(tmp_path, folders))
+    seen = Seen(html.read_text())
+    (section,) = (text for text in seen.texts["section"] if "Profiles" in text)
+    assert f"runs/{folders[0].name}" not in section
+    for folder in folders[1:]:
+        assert f"runs/{folder.name}: profile.json.gz, profile.txt" in section
+    assert [re.findall(r"<b> table \d", text) for text in seen.texts["pre"] if "table" in text] == [
+        ["<b> table 2"],
+        ["<b> table 4"],
+    ]
+    assert html.stat().st_size < 200_000
+    listed = Seen(MarkdownIt("commonmark").enable("table").render(markdown.read_text())).texts["li"]
+    assert any(folders[3].name in text and "profile.json.gz, profile.txt" in text for text in listed)
+
+
 def test_levels_that_are_no_plain_words_are_drawn_as_they_are(tmp_path: Path) -> None:
     odd = ["$\\frac", "<b>&amp;", "a\x1bb", "'{python}' -c \"x\" " + "long" * 30]
     folders = []

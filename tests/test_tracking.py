@@ -223,6 +223,19 @@ def test_a_run_whose_directory_cannot_be_written_holds_up_no_other(store: Path) 
     assert set(shown(store)) == {folder.name for folder in folders}
 
 
+def test_a_profile_that_a_run_left_is_an_artifact_of_it(store: Path) -> None:
+    folder = write_run(store, CELL)
+    (folder / "profile.json.gz").write_bytes(b"a trace")
+    (folder / "profile.txt").write_text("a table")
+    (folder / ".profile-half").mkdir()
+    catch_up(store)
+    (run,) = shown(store).values()
+    kept = {one.path for one in client(store).list_artifacts(run.info.run_id)}
+    assert {name for name in kept if "profile" in name} == {"profile.json.gz", "profile.txt"}
+    path = client(store).download_artifacts(run.info.run_id, "profile.json.gz", str(store))
+    assert Path(path).read_bytes() == b"a trace"
+
+
 def test_variants_slots_and_evaluations_have_names_of_their_own(store: Path) -> None:
     slots = {"loss_at": [1.5, 2.5, None], "accuracy_at": [0.5, 0.25, None]}
     waits = {

@@ -87,6 +87,17 @@ class Failure:
 
 
 @dataclass(frozen=True)
+class Profile:
+    """Profiles that one run left. text: what one of them tells in words, of the first run of each cell."""
+
+    label: str
+    folder: Path
+    files: list[str]
+    text: str
+    link: str
+
+
+@dataclass(frozen=True)
 class Story:
     """A sweep as its report tells it. rows: `table.rows`. said: the conclusion in sentences. compare: a link to MLflow,
     empty without one. unfinished: planned runs that have no verdict yet."""
@@ -101,6 +112,7 @@ class Story:
     runs: list[Told]
     failures: list[Failure]
     skipped: dict[str, list[str]]
+    profiles: list[Profile]
     verdicts: dict[str, int]
     conclusion: dict[str, Any]
     said: str
@@ -132,6 +144,7 @@ def gather(folder: Path, stopped: str = "") -> Story:
         runs=runs,
         failures=_failures(runs),
         skipped=_skipped(runs),
+        profiles=_profiles(runs),
         verdicts=dict(Counter(told.verdict for told in runs)),
         conclusion=conclusion,
         said=said,
@@ -270,6 +283,20 @@ def _end(text: str, size: int) -> str:
     """The last `size` characters, from the start of a line; control characters that are no space are taken out."""
     if len(text) > size:
         text = "...\n" + text[-size:].partition("\n")[2]
+    return _printable(text)
+
+
+def _beginning(path: Path, size: int) -> str:
+    """The first `size` characters of a file, to the end of a line, as `_end` has the last."""
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            text = file.read(size + 1)
+    except OSError:
+        return ""
+    return _printable(text if len(text) <= size else text[:size].rpartition("\n")[0] + "\n...")
+
+
+def _printable(text: str) -> str:
     return "".join(c for c in text if c in "\n\t" or c >= " ")
 
 
@@ -282,6 +309,21 @@ def _skipped(runs: Iterable[Told]) -> dict[str, list[str]]:
             if table.label(told.cell) not in labels:
                 labels.append(table.label(told.cell))
     return found
+
+
+def _profiles(runs: Iterable[Told]) -> list[Profile]:
+    """The runs with profiles; what those say that are text is quoted once a cell."""
+    found = [(told, files) for told in runs if (files := store.profiles(told.attempt.folder))]
+    size = max(SHORTEST, min(LONGEST, TEXTS // (len({table.label(told.cell) for told, _ in found}) or 1)))
+    quoted, profiles = set[str](), []
+    for told, files in found:
+        text, cell = "", table.label(told.cell)
+        if cell not in quoted:
+            quoted.add(cell)
+            text = next((_beginning(path, size) for path in files if path.suffix == ".txt"), "")
+        names = [path.name for path in files]
+        profiles.append(Profile(told.label, told.attempt.folder, names, text, told.link))
+    return profiles
 
 
 def _facts(runs: list[Told]) -> dict[str, str]:

@@ -43,7 +43,6 @@ LONGEST_PARAM, LONGEST_TAG = 6000, 5000  # characters; MLflow cuts longer ones i
 LOG_BYTES, EVENTS_BYTES = 256 << 10, 4 << 20  # of the logs' ends that are kept as artifacts
 STATUS = {"ok": "FINISHED", "degraded": "FINISHED", "skipped": "FINISHED", "killed": "KILLED"}
 EVAL_FILE, PROOF_FILE, ENVIRONMENT_FILE = "eval.csv", "cache.json", "environment.txt"
-PROFILES = "profile*"  # files of this name that a command left in its {out} are shown with the run
 TAGS = ("wheel", "cache", "compile", "split", "isolation")
 
 
@@ -263,9 +262,8 @@ class View:
         for name in (records.SPEC_FILE, records.RUN_FILE, records.VERDICT_FILE, STACKS_FILE):
             if (folder / name).exists():
                 self.client.log_artifact(run_id, str(folder / name))
-        for path in sorted(folder.glob(PROFILES)):
-            if path.is_file():
-                self.client.log_artifact(run_id, str(path))
+        for path in records.profiles(folder):
+            self.client.log_artifact(run_id, str(path))
         if cache:
             self.client.log_text(run_id, json.dumps(cache, indent=1), PROOF_FILE)
         if environment := _environment(read_json(folder / records.RUN_FILE) or {}):
