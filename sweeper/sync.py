@@ -79,11 +79,7 @@ def _wanted(store: Path, names: Sequence[str], uri: str | None, experiment: str 
             raise SettingError("sweep", name, f"is not in {store}; known: {', '.join(there) or 'none'}")
     found: dict[Place, list[str]] = {}
     for name in dict.fromkeys(names or (there if uri else [name for name in there if name in tracked])):
-        told = tracked.get(name) or {}
-        where = experiment or str(told.get("name") or "dflash")
-        models = bool(told.get("models", True))
-        address = uri or told.get("uri")
-        place = Place(address, where, models=models) if address else places.own(store, where, models)
+        place = sweeps.place_of(tracked.get(name) or {}, store, uri, experiment)
         found.setdefault(place, []).append(name)
     return found
 

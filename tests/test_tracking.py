@@ -22,6 +22,7 @@ from made_up import BEGAN, add_events, evaluated, events, fanout, finish_run, pr
 
 from dflash.settings import SettingError
 from sweeper import sync, tracking
+from sweeper.report import __main__ as report
 from sweeper.tracking import place
 from sweeper.tracking.view import Unkept, View, alive
 
@@ -590,6 +591,41 @@ def test_the_sync_command(store: Path, capsys: Any) -> None:
     ):
         assert sync.main(words) == 2
         assert capsys.readouterr().err.startswith(f"sweeper.sync: {said}")
+
+
+def test_a_report_written_anew_is_that_of_the_sweep_in_mlflow(store: Path, tmp_path: Path, capsys: Any) -> None:
+    folder = write_run(store, CELL)
+    sweep = write_plan([folder], conclusion="Nothing failed.\n")
+    words = [sweep.name, "--store", str(store)]
+    assert report.main(words) == 0
+    assert "MLflow" not in capsys.readouterr().err, "it was never tracked"
+    assert not sweeps(store)
+    catch_up(store)
+
+    (folder / "profile.txt").write_text("it came later")  # so the page has more to say
+    assert report.main([*words, "--out", str(tmp_path / "elsewhere")]) == 0
+    assert "MLflow" not in capsys.readouterr().err, "what lies elsewhere is nobody's"
+    assert report.main(words) == 0
+    assert f"in MLflow at sqlite:///{store}/mlflow.db" in capsys.readouterr().err
+    (shown_sweep,) = sweeps(store)
+    for name in ("report.html", "report.md", "report.csv"):
+        kept = client(store).download_artifacts(shown_sweep.info.run_id, name, str(tmp_path))
+        assert Path(kept).read_text() == (sweep / name).read_text()
+    assert "profile.txt" in (sweep / "report.html").read_text()
+    assert shown_sweep.info.status == "FINISHED"
+    assert report.main(words) == 0
+    assert "MLflow" not in capsys.readouterr().err, "nothing is new"
+
+
+def test_a_report_is_written_though_mlflow_cannot_be(store: Path, capsys: Any) -> None:
+    sweep = write_plan([write_run(store, CELL)], conclusion="Nothing failed.\n")
+    told = {"uri": "http://127.0.0.1:9", "name": "dflash", "place": "0", "ui": "http://127.0.0.1:9", "done": "0"}
+    (sweep / "tracking.json").write_text(json.dumps(told))
+    assert report.main([sweep.name, "--store", str(store)]) == 0
+    said = capsys.readouterr().err
+    assert "MLflow at http://127.0.0.1:9 does not have it yet (http://127.0.0.1:9 cannot be reached" in said
+    assert f"python -m sweeper.sync sweep0123 --store {store} tries again" in said
+    assert (sweep / "report.html").is_file()
 
 
 def test_no_password_of_a_database_is_kept(tmp_path: Path) -> None:

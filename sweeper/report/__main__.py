@@ -1,4 +1,7 @@
-"""The report of a sweep: `python -m sweeper.report [SWEEP]` prints its table and writes HTML, Markdown and CSV."""
+"""The report of a sweep: `python -m sweeper.report [SWEEP]` prints its table and writes HTML, Markdown and CSV.
+
+Those in the sweep's own folder are shown in MLflow too, where the sweep is tracked there.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,29 @@ def main(arguments: list[str] | None = None) -> int:
     print(table.render(story.rows, shutil.get_terminal_size().columns if sys.stdout.isatty() else None))
     print(story.said, end="")
     print(*files, sep="\n", file=sys.stderr)
+    if chosen.out is None and (said := _tracked(folder)):
+        print(said, file=sys.stderr)
     return 0
+
+
+def _tracked(folder: Path) -> str:
+    """Show a sweep's new report where the sweep is tracked, if it is; says what came of it."""
+    from sweeper import store
+    from sweeper.tracking import redacted, sweeps
+    from sweeper.tracking.view import STATE_FILE, View, lock
+
+    kept = store.read_json(folder / STATE_FILE)
+    if not kept or sweeps.up_to_date(folder):
+        return ""
+    runs = folder.parent.parent
+    place = sweeps.place_of(kept, runs)
+    try:
+        with lock(runs):
+            sweeps.bring(View(place, runs), folder.name)
+    except Exception as error:  # a view: the report itself is written
+        again = f"python -m sweeper.sync {folder.name} --store {runs}"
+        return f"MLflow at {place.shown} does not have it yet ({redacted(str(error))}); {again} tries again"
+    return f"in MLflow at {place.shown}"
 
 
 def _folder(sweep: str | None, store: Path) -> Path | str:

@@ -19,7 +19,7 @@ from sweeper import store as records
 from sweeper.measure import finite
 from sweeper.report import table
 from sweeper.store import Attempt, read_json
-from sweeper.tracking.place import Place
+from sweeper.tracking.place import Place, own
 from sweeper.tracking.view import STATE_FILE, Unkept, View, alive, milliseconds, owner
 
 PLAN_FILE = "plan.json"
@@ -48,6 +48,13 @@ def tracked(store: Path) -> dict[str, dict[str, Any]]:
     """What is kept of every sweep that was ever tracked, by the sweep's id."""
     found = {path.parent.name: read_json(path) for path in sorted((store / "sweeps").glob(f"*/{STATE_FILE}"))}
     return {sweep: told for sweep, told in found.items() if told}
+
+
+def place_of(told: dict[str, Any], store: Path, uri: str | None = None, experiment: str | None = None) -> Place:
+    """Where a sweep is tracked by what is kept of it, unless another address or experiment is asked for."""
+    address, name = uri or told.get("uri"), experiment or str(told.get("name") or "dflash")
+    models = bool(told.get("models", True))
+    return Place(address, name, models=models) if address else own(store, name, models)
 
 
 def runs_of(store: Path, sweeps: set[str]) -> list[Path]:
@@ -99,6 +106,11 @@ def bring(view: View, sweep: str, anew: bool = False) -> bool:
     told = _announced(state, view.place)
     records.write(folder / STATE_FILE, told | {"run_id": run_id, "experiment": view.experiment, "done": word})
     return True
+
+
+def up_to_date(folder: Path) -> bool:
+    """Whether the sweep's place knows what its folder holds, as far as this side knows."""
+    return (read_json(folder / STATE_FILE) or {}).get("done") == _word(folder)
 
 
 def close(view: View, sweep: str) -> list[str]:
