@@ -68,11 +68,13 @@ class _HeadLoss(torch.autograd.Function):
         gradient = torch.empty_like(hidden)
         losses = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         predicted = torch.empty_like(labels)
+        in_one_pass = teacher is None and fused.usable(hidden)
+        unscaled = torch.empty(2, len(hidden), device=hidden.device) if in_one_pass else None
         for start in range(0, len(hidden), loss.chunk):
             at = slice(start, start + loss.chunk)
             logits = _logits(hidden[at], head)
-            if teacher is None and fused.usable(hidden):
-                slope = _cross_entropy_in_one_pass(logits, labels[at], losses[at], predicted[at], head.dtype)
+            if unscaled is not None:
+                slope = _exponentials(logits, labels[at], losses[at], predicted[at], head.dtype, unscaled[:, at])
                 del logits
             else:
                 predicted[at] = logits.argmax(-1)
@@ -89,7 +91,7 @@ class _HeadLoss(torch.autograd.Function):
             del slope  # before the next chunk's logits are made
         if loss.kind == "dpace":
             weight = _dpace_weights(losses.neg().exp(), weight > 0, block, loss.alpha)
-        ctx.save_for_backward(gradient, weight)
+        ctx.save_for_backward(gradient, weight, *(() if unscaled is None else (head, labels, unscaled)))
         total, weight_sum = (losses * weight).sum(), weight.sum()
         ctx.mark_non_differentiable(weight_sum, losses, predicted)
         return total, weight_sum, losses, predicted
@@ -97,8 +99,12 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *upstream: Any) -> Any:
-        gradient, weight = ctx.saved_tensors
-        weighted = torch.mul(gradient, (weight * upstream[0])[:, None], out=torch.empty_like(gradient))
+        gradient, weight, *rest = ctx.saved_tensors
+        weight = weight * upstream[0]
+        if rest:
+            weighted = _completed(gradient, *rest, weight)
+        else:
+            weighted = torch.mul(gradient, weight[:, None], out=torch.empty_like(gradient))
         return weighted, None, None, None, None, None, None
 
 
@@ -109,15 +115,24 @@ def _logits(hidden: Tensor, head: Tensor) -> Tensor:
     return (hidden @ head.T).float()
 
 
-def _cross_entropy_in_one_pass(
-    logits: Tensor, labels: Tensor, losses: Tensor, predicted: Tensor, dtype: torch.dtype
-) -> Tensor:
-    """Fills `losses` and `predicted`; gives d loss / d logits in `dtype`, in the logits' place if they have it."""
-    from dflash.fused.cross_entropy import cross_entropy  # here, because it needs Triton
+# On a GPU cross-entropy reads the logits once; what has to be divided by their sum is one of the two below.
 
-    slope = logits if logits.dtype == dtype else torch.empty_like(logits, dtype=dtype)
-    cross_entropy(logits, labels, losses, predicted, slope)
-    return slope
+
+def _exponentials(
+    logits: Tensor, labels: Tensor, losses: Tensor, predicted: Tensor, dtype: torch.dtype, unscaled: Tensor
+) -> Tensor:
+    """Fills all but the logits and labels; gives exponentials in `dtype`, in the logits' place if they have it."""
+    from dflash.fused import cross_entropy as passes  # here, because it needs Triton
+
+    out = logits if logits.dtype == dtype else torch.empty_like(logits, dtype=dtype)
+    passes.cross_entropy(logits, labels, losses, predicted, out, passes.Unscaled(*unscaled))
+    return out
+
+
+def _completed(products: Tensor, head: Tensor, labels: Tensor, unscaled: Tensor, weight: Tensor) -> Tensor:
+    from dflash.fused import cross_entropy as passes
+
+    return passes.complete(products, head, labels, passes.Unscaled(*unscaled), weight)
 
 
 # Each of these gives (losses [M], d loss / d logits [M, V]) and uses up its arguments' memory.

@@ -6,6 +6,7 @@ because the interpreter must be chosen before triton is imported.
 
 import copy
 import importlib.util
+import math
 import os
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from small_drafter import SHAPE
 from dflash import fused, settings
 from dflash.attention import DFlashMask, attend_dense, visible
 from dflash.drafter import Drafter, Geometry
+from dflash.weights import draw
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -46,7 +48,8 @@ def test_the_passes_hold_in_the_interpreter():
 def _drafter(**shape):
     torch.manual_seed(0)
     wish = settings.Drafter(layers=2, block=4, window=5, window_layers=[1])
-    drafter = Drafter(Geometry.settle(wish, SimpleNamespace(**vars(SHAPE) | shape)), visible, attend_dense)
+    geometry = Geometry.settle(wish, SimpleNamespace(**vars(SHAPE) | shape))
+    drafter = Drafter(geometry, visible, attend_dense, draw(geometry, 0))
     for parameter in drafter.parameters():
         if parameter.ndim == 1:  # norms begin as ones, which would hide a scale left out
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
@@ -143,19 +146,38 @@ def test_a_targets_gated_mlp_is_replaced_only_where_it_is_swiglu(activation, mon
 def test_cross_entropy_of_a_chunk_equals_float64(dtype, in_place):
     torch.manual_seed(2)
     for width in (5, 8192, 20011):
-        logits = (torch.randn(3, width) * 4).to(dtype).to(DEVICE)
+        logits = (torch.randn(4, width) * 4).to(dtype).to(DEVICE)
         logits[1, : width // 2] = -1e4  # probabilities that vanish
         logits[2, 3] = logits[2, 1] = 40.0  # equals: the first is the likeliest
-        labels = torch.tensor([0, width - 1, 1], device=DEVICE)
+        logits[3, width - 1] = 400.0  # far above all that is seen first
+        labels = torch.tensor([0, width - 1, 1, 2], device=DEVICE)
         exact = logits.double().requires_grad_()
         losses = torch.nn.functional.cross_entropy(exact, labels, reduction="none")
         (slope,) = torch.autograd.grad(losses.sum(), exact)
-        got = torch.empty(3, device=DEVICE), torch.empty_like(labels)
+        got = torch.empty(4, device=DEVICE), torch.empty_like(labels)
         out = logits.clone() if in_place else torch.empty_like(logits)
-        cross_entropy.cross_entropy(out if in_place else logits, labels, *got, out)
+        unscaled = cross_entropy.Unscaled(*torch.empty(2, 4, device=DEVICE))
+        cross_entropy.cross_entropy(out if in_place else logits, labels, *got, out, unscaled)
         torch.testing.assert_close(got[0].double(), losses.detach(), rtol=1e-5, atol=1e-5)
-        assert got[1].tolist() == [int(logits[0].argmax()), int(logits[1].argmax()), 1]
-        torch.testing.assert_close(out.double(), slope, rtol=0.01 if dtype == HALF else 1e-5, atol=1e-6)
+        assert got[1].tolist() == [int(row.argmax()) for row in logits[:2]] + [1, width - 1]
+        found = out.double() * unscaled.scale[:, None]
+        assert (found.gather(1, labels[:, None]) == 0).all()
+        found.scatter_(1, labels[:, None], unscaled.own.double()[:, None])
+        torch.testing.assert_close(found, slope, rtol=0.01 if dtype == HALF else 1e-5, atol=1e-6)
+        head, weight = torch.randn(width, 24, device=DEVICE).to(dtype), torch.rand(4, device=DEVICE)
+        gradient = cross_entropy.complete(out @ head, head, labels, unscaled, weight)
+        wanted = slope @ head.double() * weight.double()[:, None]
+        assert (gradient.double() - wanted).norm() <= (0.01 if dtype == HALF else 1e-5) * wanted.norm()
+
+
+@kernels
+def test_a_label_that_is_all_but_certain_keeps_the_slope_that_is_left():
+    logits = torch.zeros(1, 3, device=DEVICE, dtype=HALF)
+    logits[0, 1] = 17.0
+    got = torch.empty(1, device=DEVICE), torch.empty(1, dtype=torch.int64, device=DEVICE)
+    unscaled = cross_entropy.Unscaled(*torch.empty(2, 1, device=DEVICE))
+    cross_entropy.cross_entropy(logits, torch.tensor([1], device=DEVICE), *got, torch.empty_like(logits), unscaled)
+    assert float(unscaled.own) == pytest.approx(-2 / (2 + math.exp(17)), rel=1e-3)
 
 
 @kernels
@@ -164,6 +186,7 @@ def test_not_a_number_reaches_the_loss_and_the_token_stays_one_of_the_vocabulary
     logits[0, 7], logits[1, 7], logits[2] = float("nan"), float("inf"), float("nan")
     losses, predicted = torch.empty(3, device=DEVICE), torch.empty(3, dtype=torch.int64, device=DEVICE)
     labels = torch.tensor([1, 2, 3], device=DEVICE)
-    cross_entropy.cross_entropy(logits, labels, losses, predicted, torch.empty_like(logits))
+    unscaled = cross_entropy.Unscaled(*torch.empty(2, 3, device=DEVICE))
+    cross_entropy.cross_entropy(logits, labels, losses, predicted, torch.empty_like(logits), unscaled)
     assert losses.isnan().all()
     assert ((predicted >= 0) & (predicted < 9000)).all()

@@ -1,61 +1,139 @@
-"""Cross-entropy of a chunk of logits: losses, likeliest token and gradient, the logits read twice and no more."""
+"""Cross-entropy of a chunk of logits, which are read once, and the gradient behind the head.
+
+A softmax divides by a sum that is known only at a row's end. What is written on the way are exponentials not yet
+divided; they are multiplied with the head as they are, and each row of the product is divided afterwards, when
+it is H numbers wide and no longer V. The label's own part is added then too, in full precision: rounded among the
+others, 1 - p(label) would be lost where the drafter is sure.
+"""
 
 # mypy: allow-untyped-defs
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from dflash.fused import launch
 
-# The fastest on an H200 of 2048 to 16,384 columns and 4 to 32 warps, at 4,096 rows of 151,936.
-_BLOCK = 2048
-_WARPS = 16
+_BLOCK = 4096
+_WARPS = 8
+
+# Exponents that neither a type's own range nor a sum of a million of them minds.
+_LARGEST = {torch.float16: 4.0, torch.bfloat16: 60.0, torch.float32: 60.0}
+
+
+class Unscaled(NamedTuple):
+    """What divides and completes the products of a chunk's exponentials with the head: float32 [M] each."""
+
+    scale: Tensor  # one over the row's sum
+    own: Tensor  # the label's part: its probability less one
 
 
 @triton.jit
-def _cross_entropy(logits, labels, losses, predicted, slope, width, stride, BLOCK: tl.constexpr):
-    # One program a row, whose second reading of it mostly comes from L2.
-    row = tl.program_id(0)
-    begin = logits + row.to(tl.int64) * stride
+def _highest(logits, width, BLOCK: tl.constexpr):
     at = tl.arange(0, BLOCK)
-    label = tl.load(labels + row)
-    right = tl.load(begin + label).to(tl.float32)  # before any warp can write the gradient there
-    # Each lane has a running maximum, where it was, and the sum of exponentials relative to it. The maximum begins
-    # finite, so that -inf is worth 0 and only what is not a number, or +inf, makes a loss that is none either.
     high = tl.full([BLOCK], -1e38, dtype=tl.float32)
-    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for start in range(0, width, BLOCK):
+        value = tl.load(logits + start + at, mask=start + at < width, other=float("-inf")).to(tl.float32)
+        high = tl.maximum(high, value)
+    return tl.max(high, 0)
+
+
+@triton.jit
+def _exponentials(logits, out, label, reference, largest, width, BLOCK: tl.constexpr):
+    # Writes exp(logit - reference), 0 for the label; gives their sum, the highest logit of all, and where it is.
+    at = tl.arange(0, BLOCK)
+    others = tl.zeros([BLOCK], dtype=tl.float32)
+    high = tl.full([BLOCK], -1e38, dtype=tl.float32)  # finite, so that a row of -inf has a place for its likeliest
     where = at
     for start in range(0, width, BLOCK):
-        value = tl.load(begin + start + at, mask=start + at < width, other=float("-inf")).to(tl.float32)
+        place = start + at
+        inside = place < width
+        value = tl.load(logits + place, mask=inside, other=float("-inf")).to(tl.float32)
         above = value > high
-        ratio = tl.exp(-tl.abs(value - high))  # one exponential, whichever of the two is larger
-        total = tl.where(above, total * ratio + 1.0, total + ratio)
-        where = tl.where(above, start + at, where)
         high = tl.where(above, value, high)
+        where = tl.where(above, place, where)
+        # Not tl.minimum, which would lose what is not a number.
+        shifted = value - reference
+        power = tl.where(place == label, 0.0, tl.exp(tl.where(shifted > largest, largest, shifted)))
+        others += power
+        tl.store(out + place, power.to(out.dtype.element_ty), mask=inside)
     top = tl.max(high, 0)
-    whole = tl.sum(total * tl.exp(high - top), 0)
-    likeliest = tl.min(tl.where(high == top, where, width), 0)  # the first of equals
-    norm = top + tl.log(whole)
-    tl.store(losses + row, norm - right)
+    return tl.sum(others, 0), top, tl.min(tl.where(high == top, where, width), 0)  # the first of equals
+
+
+@triton.jit
+def _cross_entropy(
+    logits, labels, losses, predicted, out, scale, own, width, stride, largest, IN_PLACE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    begin, end = logits + row.to(tl.int64) * stride, out + row.to(tl.int64) * width
+    label = tl.load(labels + row)
+    right = tl.load(begin + label).to(tl.float32)  # before any warp can write there
+    if IN_PLACE:  # what is overwritten cannot be read again
+        reference = _highest(begin, width, BLOCK)
+    else:
+        # Any reference will do that is no further below the highest than `largest`: some logits of the row nearly
+        # always are.
+        at = tl.arange(0, BLOCK)
+        some = tl.load(begin + at, mask=at < width, other=float("-inf")).to(tl.float32)
+        reference = tl.maximum(tl.maximum(tl.max(some, 0), right), -1e38)
+    others, top, likeliest = _exponentials(begin, end, label, reference, largest, width, BLOCK)
+    if top - reference > largest:
+        reference = top
+        others, top, likeliest = _exponentials(begin, end, label, reference, largest, width, BLOCK)
+    total = others + tl.exp(right - reference)
+    tl.store(losses + row, reference + tl.log(total) - right)
     tl.store(predicted + row, tl.minimum(likeliest, width - 1).to(tl.int64))
-    out = slope + row.to(tl.int64) * width
-    for start in range(0, width, BLOCK):
-        inside = start + at < width
-        value = tl.load(begin + start + at, mask=inside, other=float("-inf")).to(tl.float32)
-        gradient = tl.exp(value - norm) - tl.where(start + at == label, 1.0, 0.0)
-        tl.store(out + start + at, gradient.to(slope.dtype.element_ty), mask=inside)
+    tl.store(scale + row, 1.0 / total)
+    tl.store(own + row, -others / total)
 
 
-def cross_entropy(logits: Tensor, labels: Tensor, losses: Tensor, predicted: Tensor, slope: Tensor) -> None:
-    """Fill `losses` float32 [M], `predicted` int64 [M] and `slope` [M, V], d losses / d logits.
+@triton.jit
+def _complete(products, head, labels, scale, own, weight, out, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    at = tl.arange(0, BLOCK)
+    inside = at < width
+    begin, token = row.to(tl.int64) * width, tl.load(labels + row) * width
+    product = tl.load(products + begin + at, mask=inside, other=0.0).to(tl.float32)
+    towards = tl.load(head + token + at, mask=inside, other=0.0).to(tl.float32)
+    gradient = (product * tl.load(scale + row) + towards * tl.load(own + row)) * tl.load(weight + row)
+    tl.store(out + begin + at, gradient.to(out.dtype.element_ty), mask=inside)
 
-    `logits` [M, V] of any float type, last dimension dense; `slope` may be the logits' own memory if types agree.
+
+def cross_entropy(
+    logits: Tensor, labels: Tensor, losses: Tensor, predicted: Tensor, out: Tensor, unscaled: Unscaled
+) -> None:
+    """Fill `losses` float32 [M], `predicted` int64 [M], `out` [M, V] and `unscaled`.
+
+    d losses / d logits is out * unscaled.scale[:, None], with unscaled.own at each row's label, where `out` is zero.
+    `logits` [M, V] of any float type, last dimension dense; `out` may be the logits' own memory if types agree.
     """
     if len(logits):
+        in_place = out.data_ptr() == logits.data_ptr()
         with launch.on(logits):
             _cross_entropy[(len(logits),)](
-                logits, labels, losses, predicted, slope, logits.shape[1], logits.stride(0), _BLOCK, num_warps=_WARPS
-            )
+                logits, labels, losses, predicted, out, unscaled.scale, unscaled.own, logits.shape[1],
+                logits.stride(0), _LARGEST[out.dtype], in_place, _BLOCK, num_warps=_WARPS,
+            )  # fmt: skip
+
+
+def complete(products: Tensor, head: Tensor, labels: Tensor, unscaled: Unscaled, weight: Tensor) -> Tensor:
+    """The gradient of the hidden states [M, H], each row times its `weight` float32 [M].
+
+    `products` [M, H] is `out` of `cross_entropy` times `head` [V, H].
+    """
+    gradient = torch.empty_like(products)
+    block = triton.next_power_of_2(products.shape[1])
+    if len(products):
+        with launch.on(products):
+            _complete[(len(products),)](
+                products, head, labels, unscaled.scale, unscaled.own, weight, gradient, products.shape[1], block,
+                num_warps=min(8, max(1, block // 512)),
+            )  # fmt: skip
+    return gradient
