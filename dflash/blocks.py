@@ -129,6 +129,11 @@ def make_blocks(
     )
 
 
+def behind_anchors(x: Tensor, block: int) -> Tensor:
+    """Of slots [N * B, ...] those that are no anchor's, [N * (B - 1), ...]."""
+    return x.unflatten(0, (-1, block))[:, 1:].flatten(0, 1)
+
+
 def acceptance_lengths(correct: Tensor, block: int) -> Tensor:
     """Teacher-forced acceptance length of each block: 1 + the run of right predictions from slot 1.
 
