@@ -55,6 +55,7 @@ from dflash.pipeline.batch import Batch
 from dflash.pipeline.step import FrozenEnds, gradient_step
 from dflash.probe import Probe
 from dflash.settings import JobSettings, Optim
+from dflash.weights import draw
 
 OURS = ("eager", "locked", "whole", "triton")
 PEERS = ("specforge", "specforge-whole", "speculators")
@@ -336,9 +337,9 @@ def ours(name: str, data: Data) -> Variant:
     except strategies.Unavailable as reason:
         raise Skipped(f"left out: compile={name} {reason}") from None
     strategy.setup_thread()
-    with torch.device(device):
-        drafter = Drafter(Geometry.settle(job.drafter, target), strategy.prepare, strategy.attend)
-    drafter = drafter.to(data.head.dtype)
+    geometry = Geometry.settle(job.drafter, target)
+    weights = draw(geometry, job.seed, device, data.head.dtype)
+    drafter = Drafter(geometry, strategy.prepare, strategy.attend, weights)
     forward = strategy.compile_forward(drafter)
     ends = FrozenEnds(data.embedding, 1.0, data.head, g.vocabulary - 1)
 

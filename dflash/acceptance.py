@@ -25,6 +25,7 @@ from dflash.regenerate.turns import Messages, turns
 from dflash.settings import SettingError
 from dflash.speculate import Response, Speculation, check_target, decode
 from dflash.target import stop_tokens
+from dflash.weights import copied, draw
 
 UNTRAINED = 16  # responses that the untrained drafter is measured on, at most
 _RESAMPLES = 2000
@@ -213,9 +214,8 @@ def untrained_tau(
     conditions: Conditions,
 ) -> tuple[float | None, int]:
     """tau of a drafter of the same geometry with random weights, and the number of responses it was measured on."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(conditions.seed)
-        random = _twin(Drafter(drafter.geometry, visible, attend_dense), model)
+    weights = draw(drafter.geometry, conditions.seed, model.device, model.dtype)
+    random = Drafter(drafter.geometry, visible, attend_dense, weights).eval().requires_grad_(False)
     speculation = Speculation(random, drafter.geometry.block, mask_token, taps)
     ids = [turn.ids for turn in reference.batches[0][:UNTRAINED]]
     responses, _ = _decode(model, ids, speculation, conditions, stop_tokens(model, tokenizer), 0)
@@ -408,13 +408,8 @@ def _warm_up(model: Any, ids: Sequence[Sequence[int]], speculation: Speculation 
 
 def _twin(drafter: Drafter, model: Any) -> Drafter:
     """A copy for decoding, on the target's device and of its dtype."""
-    with torch.device("meta"):
-        twin = Drafter(drafter.geometry, visible, attend_dense)
-    weights = {
-        name: tensor.detach().to(model.device, model.dtype, copy=True) for name, tensor in drafter.state_dict().items()
-    }
-    twin.load_state_dict(weights, assign=True)
-    return twin.eval().requires_grad_(False)
+    weights = copied(drafter.state_dict(), model.device, model.dtype)
+    return Drafter(drafter.geometry, visible, attend_dense, weights).eval().requires_grad_(False)
 
 
 def check(drafter: Drafter, model: Any, mask_token: int, taps: Sequence[int]) -> None:

@@ -30,12 +30,16 @@ def compute_dtype(name: str, device: torch.device) -> torch.dtype:
     return {"auto": auto, "float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
+def cores() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def place(job: JobSettings) -> Placement:
     """Targets on the first GPUs, drafters on those after them; raises SettingError when there are too few."""
     split, each = Split.parse(job.split), job.target.gpus
     workers, wanted = split.targets + split.drafters, split.targets * each + split.drafters
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    cpu_threads = job.train.cpu_threads or max(1, cores // workers)
+    cpu_threads = job.train.cpu_threads or max(1, cores() // workers)
     gpus = torch.cuda.device_count()
     if job.device == "cpu" or (job.device == "auto" and gpus == 0):
         cpu = torch.device("cpu")

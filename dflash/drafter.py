@@ -6,7 +6,7 @@ layers.N.*), so a state dict written here is what SGLang and vLLM read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -83,21 +83,21 @@ class Layer(nn.Module):
 
 
 class Drafter(nn.Module):
-    """All of it but embedding and head, which are the target's and frozen."""
+    """All of it but embedding and head, which are the target's and frozen.
 
-    def __init__(self, geometry: Geometry, prepare: Prepare, attend: Attend) -> None:
+    `weights` are every tensor of `geometry.shapes()`, and become the drafter's own: it makes no copy.
+    """
+
+    def __init__(self, geometry: Geometry, prepare: Prepare, attend: Attend, weights: Mapping[str, Tensor]) -> None:
         super().__init__()
         g = self.geometry = geometry
         self.prepare, self.attend = prepare, attend
-        self.fc = nn.Linear(g.num_taps * g.hidden, g.hidden, bias=False)
-        self.hidden_norm = nn.RMSNorm(g.hidden, eps=g.norm_eps)
-        self.layers = nn.ModuleList(Layer(g) for _ in range(g.layers))
-        self.norm = nn.RMSNorm(g.hidden, eps=g.norm_eps)
-        for name, parameter in self.named_parameters():
-            if parameter.ndim == 2:
-                nn.init.normal_(parameter, std=0.02)
-                if name.endswith(("o_proj.weight", "down_proj.weight")):  # keeps the residual's size with depth
-                    parameter.data.div_((2 * g.layers) ** 0.5)
+        with torch.device("meta"):  # or modules would draw weights of their own first
+            self.fc = nn.Linear(g.num_taps * g.hidden, g.hidden, bias=False)
+            self.hidden_norm = nn.RMSNorm(g.hidden, eps=g.norm_eps)
+            self.layers = nn.ModuleList(Layer(g) for _ in range(g.layers))
+            self.norm = nn.RMSNorm(g.hidden, eps=g.norm_eps)
+        self.load_state_dict(weights, assign=True)
 
     def forward(
         self,

@@ -19,6 +19,7 @@ from dflash.drafter import Drafter
 from dflash.geometry import CONFIG_FILE, WEIGHTS_FILE, Geometry, Released, to_config
 from dflash.settings import SettingError
 from dflash.target import Target
+from dflash.weights import copied
 
 FACTS_FILE, CARD_FILE = "facts.json", "README.md"
 
@@ -79,8 +80,8 @@ def load_drafter(
     Raises SettingError, naming `setting`, when the folder is damaged or holds another kind of drafter.
     """
     released = Released.read(folder, setting)
-    drafter = Drafter(released.geometry, visible, attend_dense).to(device=device, dtype=dtype)
-    drafter.load_state_dict(read_weights(folder, released.geometry, setting))
+    weights = copied(read_weights(folder, released.geometry, setting), device, dtype)
+    drafter = Drafter(released.geometry, visible, attend_dense, weights)
     return drafter.eval().requires_grad_(False), released.mask_token, released.taps
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dflash import models, strategies
 from dflash.checkpoint import Checkpoint
@@ -28,8 +30,10 @@ from dflash.pipeline.step import FrozenEnds
 from dflash.settings import DISTILLING, JobSettings
 from dflash.strategies import Strategy
 from dflash.target import Target, load_tokenizer
+from dflash.weights import copied, draw
 
 DATA_FOLDER, DRAFTER_FOLDER = "data", "drafter"
+HEAD_ROWS = 256  # of a head at a time in float64, where they stay in a cache: a whole one would be gigabytes
 
 
 @dataclass(frozen=True)
@@ -146,20 +150,27 @@ def make_drafter(
     Weights are those of drafter.init or drawn from the job's seed, so equal in every worker.
     """
     job = variant.job
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(job.seed)
-        drafter = Drafter(variant.geometry, strategy.prepare, strategy.attend)
-    # Logits begin with a spread of at most 1. A target that ties head and embedding has a head so large that
-    # the drafter would otherwise begin by being sure of the mask token (loss 97 on SmolLM2 instead of 12).
-    spread = target.head.float().pow(2).mean().sqrt().item() * target.hidden_size**0.5
-    torch.nn.init.constant_(drafter.norm.weight, min(1.0, 1 / spread))
-    if job.drafter.init:
-        drafter.load_state_dict(read_weights(Path(job.drafter.init), variant.geometry, "drafter.init"))
     dtype = compute_dtype(job.train.precision, device)
+    if job.drafter.init:
+        read = read_weights(Path(job.drafter.init), variant.geometry, "drafter.init")
+        weights = copied(read, device, dtype)
+    else:
+        weights = draw(variant.geometry, job.seed, device, dtype)
+        # Logits begin with a spread of at most 1. A target that ties head and embedding has a head so large that
+        # the drafter would otherwise begin by being sure of the mask token (loss 97 on SmolLM2 instead of 12).
+        weights["norm.weight"].fill_(min(1.0, 1 / _spread(target.head)))
+    drafter = Drafter(variant.geometry, strategy.prepare, strategy.attend, weights)
     embedding = target.embedding.to(device, dtype)
     head = embedding if target.head is target.embedding else target.head.to(device, dtype)
     ends = FrozenEnds(embedding, target.embedding_scale, head, variant.mask_token)
-    return drafter.to(device=device, dtype=dtype), ends
+    return drafter, ends
+
+
+def _spread(head: Tensor) -> float:
+    """Standard deviation of the logits of head [V, H] on hidden states of unit variance."""
+    # In float64, or the last bits would depend on how device and threads divide the sum.
+    squares = sum(part.float().pow(2).sum(dtype=torch.float64) for part in head.split(HEAD_ROWS))
+    return math.sqrt(float(squares) / len(head))
 
 
 def _shared_identity(job: JobSettings, data: Dataset, target: Target) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from dflash.probe import Probe
 from dflash.settings import JobSettings
 from dflash.strategies import Strategy
 from dflash.target import Target
+from dflash.weights import draw
 
 
 def warm(job: JobSettings, placement: Placement, out: Path, events: EventWriter, probe: Probe) -> str:
@@ -46,7 +47,7 @@ def warm(job: JobSettings, placement: Placement, out: Path, events: EventWriter,
 def _forward_and_backward(job: JobSettings, geometry: Geometry, strategy: Strategy, device: torch.device) -> None:
     rows, context, anchors, block = job.train.rows, job.data.row_tokens, job.drafter.anchors, job.drafter.block
     dtype = compute_dtype(job.train.precision, device)
-    drafter = Drafter(geometry, strategy.prepare, strategy.attend).to(device=device, dtype=dtype)
+    drafter = Drafter(geometry, strategy.prepare, strategy.attend, draw(geometry, job.seed, device, dtype))
     places = torch.arange(1, anchors + 1, device=device).clamp(max=context - 1).expand(rows, -1)
     mask = DFlashMask(torch.zeros(rows, context, dtype=torch.int64, device=device), places.contiguous(), block)
     features = torch.randn(rows, context, geometry.num_taps * geometry.hidden, dtype=dtype, device=device)

@@ -7,6 +7,7 @@ import torch
 from dflash import settings
 from dflash.attention import attend_dense, visible
 from dflash.drafter import Drafter, Geometry
+from dflash.weights import draw
 
 SHAPE = SimpleNamespace(
     hidden_size=24,
@@ -26,6 +27,6 @@ SHAPE = SimpleNamespace(
 
 
 def make(block: int = 4, window: int | None = None, window_layers: list[int] | None = None, layers: int = 3) -> Drafter:
-    torch.manual_seed(0)
     wish = settings.Drafter(layers=layers, block=block, window=window, window_layers=window_layers)
-    return Drafter(Geometry.settle(wish, SHAPE), visible, attend_dense).double()
+    geometry = Geometry.settle(wish, SHAPE)
+    return Drafter(geometry, visible, attend_dense, draw(geometry, 0, dtype=torch.float64))

@@ -23,6 +23,7 @@ from dflash.export import export_drafter
 from dflash.settings import SettingError
 from dflash.speculate import Response
 from dflash.target import Target
+from dflash.weights import draw
 
 WORDS = [*"abcdefgh", "user", "assistant", "end", "<mask>"]
 CPU = torch.device("cpu")
@@ -61,8 +62,8 @@ def make_model(hidden=32):
 
 def make_drafter(hidden=32, block=4, seed=2):
     target = Target.from_model(make_model(hidden), TAPS, [CPU])
-    torch.manual_seed(seed)
-    drafter = Drafter(Geometry.settle(settings.Drafter(layers=2, block=block), target), visible, attend_dense)
+    geometry = Geometry.settle(settings.Drafter(layers=2, block=block), target)
+    drafter = Drafter(geometry, visible, attend_dense, draw(geometry, seed))
     for parameter in drafter.parameters():
         if parameter.ndim == 2:
             parameter.data *= 10

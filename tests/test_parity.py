@@ -15,6 +15,7 @@ from dflash.drafter import Drafter, Geometry
 from dflash.export import export_drafter, load_drafter
 from dflash.speculate import Speculation, decode
 from dflash.target import Target
+from dflash.weights import draw
 
 OFFICIAL = Path(__file__).parent.parent / ".oracle" / "dflash" / "model.py"
 VOCAB, MASK, BLOCK, TAPS = 6, 5, 4, [1, 3]
@@ -58,7 +59,8 @@ def make(tmp_path: Path, seed: int, window: int | None):
     twin = tf.AutoModelForCausalLM.from_config(tf.Qwen3Config(**SIZES))
     target = Target.from_model(twin, TAPS, [torch.device("cpu")])
     wish = settings.Drafter(layers=2, block=BLOCK, window=window, window_layers=[1] if window else None)
-    drafter = Drafter(Geometry.settle(wish, target), visible, attend_dense)
+    geometry = Geometry.settle(wish, target)
+    drafter = Drafter(geometry, visible, attend_dense, draw(geometry, seed))
     for parameter in drafter.parameters():
         if parameter.ndim == 2:
             parameter.data *= 10

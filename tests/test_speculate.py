@@ -17,6 +17,7 @@ from dflash.attention import attend_dense, visible
 from dflash.drafter import Drafter, Geometry
 from dflash.settings import SettingError
 from dflash.speculate import Response, Speculation, decode
+from dflash.weights import draw
 
 VOCAB, HIDDEN, LAYERS, MASK = 24, 32, 4, 23
 TAPS = [0, 2]
@@ -182,13 +183,13 @@ SHAPE = SimpleNamespace(
 
 
 def drafter_for(model, block, window=None, layers=2, seed=2):
-    torch.manual_seed(seed)
     wish = settings.Drafter(layers=layers, block=block, window=window)
-    drafter = Drafter(Geometry.settle(wish, SHAPE), visible, attend_dense)
+    geometry = Geometry.settle(wish, SHAPE)
+    drafter = Drafter(geometry, visible, attend_dense, draw(geometry, seed, dtype=model.dtype))
     for parameter in drafter.parameters():
         if parameter.ndim == 2:
             parameter.data *= 10  # so that what it drafts depends on the whole context
-    return drafter.to(model.dtype).eval().requires_grad_(False)
+    return drafter.eval().requires_grad_(False)
 
 
 @pytest.mark.parametrize("window", [None, 6])

@@ -11,6 +11,7 @@ from dflash.pipeline import step, sums
 from dflash.pipeline.batch import Batch
 from dflash.pipeline.step import FrozenEnds, gradient_step
 from dflash.settings import LOSSES, JobSettings
+from dflash.weights import draw
 
 
 def _job(kind):
@@ -32,8 +33,8 @@ def _batch(kind, device="cpu", dtype=torch.float32):
 def _drafter(strategy, device="cpu", dtype=torch.float32, **shape):
     torch.manual_seed(0)
     target = type(SHAPE)(**vars(SHAPE) | shape)
-    wish = settings.Drafter(layers=2, block=4)
-    drafter = Drafter(Geometry.settle(wish, target), strategy.prepare, strategy.attend).to(device, dtype)
+    geometry = Geometry.settle(settings.Drafter(layers=2, block=4), target)
+    drafter = Drafter(geometry, strategy.prepare, strategy.attend, draw(geometry, 0, device, dtype))
     ends = FrozenEnds(*(torch.randn(50, 24).to(device, dtype), 1.0, torch.randn(50, 24).to(device, dtype)), 49)
     return drafter, ends
 

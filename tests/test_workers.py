@@ -26,6 +26,7 @@ from dflash.pipeline.tools import Tools
 from dflash.plan import Variant
 from dflash.probe import Probe
 from dflash.settings import JobSettings
+from dflash.weights import draw
 
 TARGET = SimpleNamespace(
     hidden_size=8,
@@ -75,7 +76,7 @@ def run(tmp_path: Path, waiting: int, steady_after: int, stop_at: int = 0) -> tu
     probe = Probe(events)
     strategy = strategies.make("eager", "cpu", probe)
     geometry = Geometry.settle(job.drafter, TARGET)
-    drafter = Drafter(geometry, strategy.prepare, strategy.attend)
+    drafter = Drafter(geometry, strategy.prepare, strategy.attend, draw(geometry, job.seed))
     ends = FrozenEnds(torch.randn(16, 8), 1.0, torch.randn(16, 8), 15)
     layout = Layout.of(job)
     channel = Backlog(waiting)
