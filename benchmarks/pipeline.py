@@ -182,8 +182,7 @@ class Bench:
         return speed, seconds, [one for e in told if e["event"] == "spans" for one in e["spans"]]
 
     def _threads(self, plan: Plan, out: Path, events: EventWriter, probe: Probe) -> None:
-        with self.placement.drafters[0]:  # where its first weights are then drawn: a host takes a quarter of a minute
-            run_in_threads(plan, self.placement, out, events, probe, threading.Event(), MadeUpTarget)
+        run_in_threads(plan, self.placement, out, events, probe, threading.Event(), MadeUpTarget)
 
     def _processes(self, plan: Plan, out: Path, events: EventWriter, probe: Probe) -> None:
         run_in_processes(plan, self.placement, out, events, probe, threading.Event(), MadeUpTarget)
@@ -204,8 +203,7 @@ class Bench:
         ends = MadeUpTarget.ends(job.target, device)
 
         def work(tools: Tools) -> None:
-            with device:
-                made = make_drafter(variant, ends, tools.strategy, device)
+            made = make_drafter(variant, ends, tools.strategy, device)
             seat = tools.layout.seats[0]
             run_drafter(tools, Work(seat, variant, *made, ThreadAverager(1), None, ends, {}))
 
