@@ -67,6 +67,8 @@ def do(item: Planned, session: run.Session, place: int) -> None:
 
 def _one(item: Planned, session: run.Session, place: int) -> None:
     """Do one planned run unless it is done by now; another harness may be at it."""
+    if item.done and store.adopted(item.done, item.run, session.sweep):
+        return
 
     def waiting() -> str:
         pid = store.holder(session.folder, item.run)

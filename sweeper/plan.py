@@ -56,7 +56,7 @@ def make_plan(cells: Sequence[spec.Run], options: spec.Options, past: dict[str, 
     if options.aa:
         unique.append(unique[0].again())
     sweep_id = hashlib.sha256("\n".join(sorted(cell.cell_id for cell in unique)).encode()).hexdigest()[:12]
-    items = []
+    items, seconds = [], store.estimates(past)
     for repeat in range(1, options.repeat + 1):
         block = [cell.repeated(repeat) for cell in unique]
         if options.order == "random":
@@ -66,7 +66,7 @@ def make_plan(cells: Sequence[spec.Run], options: spec.Options, past: dict[str, 
         for one in block:
             last = next(iter(past.get(one.identity, [])[-1:]), None)
             done = last if last and last.done and not last.matches(options.rerun) else None
-            items.append(Planned(one, done, store.estimate(past, one)))
+            items.append(Planned(one, done, seconds.get(one.cell_id)))
     return Plan(sweep_id, items, _primes(items, options.folder))
 
 

@@ -8,6 +8,7 @@ A record is written whole or not at all (beside, flushed, renamed), so whoever r
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -16,7 +17,7 @@ import socket
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -149,7 +150,21 @@ def attempts(store: Path, run: Run) -> list[Attempt]:
 
 def newest(store: Path, run: Run) -> Attempt | None:
     """The newest attempt of a run that has a verdict."""
-    return next((one for one in reversed(attempts(store, run)) if one.verdict), None)
+    return latest(store, [run]).get(run.identity)
+
+
+def latest(store: Path, runs: Iterable[Run]) -> dict[str, Attempt]:
+    """The same for each of these runs that has one, by identity and in their order; the store is listed once."""
+    folders: dict[tuple[str, int], list[tuple[int, Path]]] = {}
+    for entry in os.scandir(store / "runs") if (store / "runs").is_dir() else ():
+        if match := _NAME.search(entry.name):
+            folders.setdefault((match[1], int(match[2])), []).append((int(match[3]), Path(entry.path)))
+    found = {}
+    for run in runs:
+        several = (attempt(one) for _, one in sorted(folders.get((run.identity[:12], run.repeat), []), reverse=True))
+        if last := next((one for one in several if one.verdict), None):
+            found[run.identity] = last
+    return found
 
 
 def history(store: Path) -> dict[str, list[Attempt]]:
@@ -175,16 +190,18 @@ def planned(sweep: Path) -> list[Attempt]:
     return [one for one in last if one]
 
 
-def estimate(past: dict[str, list[Attempt]], run: Run) -> float | None:
-    """Seconds that the run will take: the median of the cell's finished runs; None if there are none."""
-    cell = run.cell_id  # once: it is a hash over all of the run's settings
-    known = [
-        float(one.verdict["wall_s"])
-        for several in past.values()
-        for one in several
-        if one.run.get("cell_id") == cell and one.verdict and one.done
-    ]
-    return statistics.median(known) if known else None
+def estimates(past: dict[str, list[Attempt]]) -> dict[str, float]:
+    """Seconds that a run of each known cell will take, by the cell's id: the median of its finished runs."""
+    known: dict[str, list[float]] = {}
+    for one in itertools.chain.from_iterable(past.values()):
+        if one.verdict and one.done and "cell_id" in one.run:
+            known.setdefault(one.run["cell_id"], []).append(float(one.verdict["wall_s"]))
+    return {cell: statistics.median(seconds) for cell, seconds in known.items()}
+
+
+def adopted(old: Attempt, run: Run, sweep: str) -> bool:
+    """Whether `adopt` has nothing to record."""
+    return sweep in (old.verdict or {}).get("sweeps", []) and old.run.get("cell", {}).items() >= run.cell.items()
 
 
 def adopt(old: Attempt, run: Run, sweep: str) -> None:

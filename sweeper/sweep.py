@@ -23,9 +23,10 @@ from sweeper import help, here, leases, run, spec, store, supervisor, wheels
 from sweeper.composed import Composed
 from sweeper.here import Numbered
 from sweeper.plan import Plan, Planned, command_line, describe, make_plan, record, title
-from sweeper.store import Attempt, newest
+from sweeper.store import Attempt
 
 OK, FAULT, NOT_OK, INTERRUPTED = 0, 1, 3, 130
+WIDTH = 160  # of the table that is kept, or printed where there is no terminal
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,8 @@ def _carry_out(plan: Plan, options: spec.Options, interrupts: Interrupts) -> tup
 
 def _with_slurm(runs: Sequence[spec.Run], session: run.Session) -> int:
     """How many of these runs are not over yet."""
-    return sum(not (last and last.done) for last in (newest(session.folder, one) for one in runs))
+    there = store.latest(session.folder, runs)
+    return sum(not (one.identity in there and there[one.identity].done) for one in runs)
 
 
 def _enough(runs: Sequence[spec.Run], session: run.Session) -> tuple[bool, str]:
@@ -128,7 +130,7 @@ def _enough(runs: Sequence[spec.Run], session: run.Session) -> tuple[bool, str]:
         return False, ""
     from sweeper.analysis import records, stopping
 
-    found = records.read(last.folder for one in runs if (last := newest(session.folder, one)))
+    found = records.read(last.folder for last in store.latest(session.folder, runs).values())
     return stopping.enough(found, width, help.defaults())
 
 
@@ -152,7 +154,8 @@ def opened(plan: Plan, options: spec.Options, interrupts: Interrupts) -> Iterato
             store.write(folder / "plan.json", record(plan, options))
         except OSError as error:
             raise SettingError("store", options.folder, f"must have room for the plan ({error.strerror})") from None
-        tracker.open_sweep(plan.id, title(plan), len({item.run.cell_id for item in plan.items}))
+        if plan.waiting or not tracker.knows(plan.id):
+            tracker.open_sweep(plan.id, title(plan), len({item.run.cell_id for item in plan.items}))
         _say_what_is_done(plan, screen)
         yield run.Session(options, plan.id, screen, tracker, interrupts.look)
     finally:
@@ -196,18 +199,19 @@ def conclude(runs: Iterable[spec.Run], session: run.Session, why: str = "") -> d
     from sweeper.report import page, table
 
     # What a repeat or a rerun left on disk is what counts, whoever made it.
-    latest = [(one.identity, last) for one in runs if (last := newest(session.folder, one))]
-    rows = table.rows([last.folder for _, last in latest])
-    analysis = analysed(read(last.folder for _, last in latest), help.defaults(), command_line())
+    latest = store.latest(session.folder, runs)
+    rows = table.rows([last.folder for last in latest.values()])
+    analysis = analysed(read(last.folder for last in latest.values()), help.defaults(), command_line())
     said = sentences(analysis, why)
     session.display.close()
-    print(table.render(rows, shutil.get_terminal_size().columns if sys.stdout.isatty() else None))
+    shown = table.render(rows, WIDTH)
+    print(table.render(rows, shutil.get_terminal_size().columns) if sys.stdout.isatty() else shown)
     print(said, end="")
     folder = session.folder / "sweeps" / session.sweep
     found = json.loads(json.dumps(analysis | {"stopped": why}, default=str))
     # Drawing a page takes seconds; where all was done before, and nothing is told otherwise, it is there.
-    known = found == store.read_json(folder / "conclusion.json") and not _since(folder / page.HTML, latest)
-    kept = {"table.txt": table.render(rows, 160) + "\n", "conclusion.txt": said, "conclusion.json": found}
+    known = found == store.read_json(folder / "conclusion.json") and not _since(folder / page.HTML, latest.values())
+    kept = {"table.txt": shown + "\n", "conclusion.txt": said, "conclusion.json": found}
     try:
         for name, content in kept.items():
             store.write(folder / name, content)
@@ -216,14 +220,14 @@ def conclude(runs: Iterable[spec.Run], session: run.Session, why: str = "") -> d
     if session.options.report and not known and session.interrupted() < 2:  # who asks twice does not wait for a page
         session.display.note(page.kept(folder, why))
     session.tracking.close_sweep(session.sweep)  # shows what the folder holds
-    return {identity: last.verdict["verdict"] for identity, last in latest if last.verdict}
+    return {identity: last.verdict["verdict"] for identity, last in latest.items() if last.verdict}
 
 
-def _since(page: Path, latest: Sequence[tuple[str, Attempt]]) -> bool:
+def _since(page: Path, latest: Iterable[Attempt]) -> bool:
     """Whether a run's verdict is newer than the report, or there is none."""
     try:
         drawn = page.stat().st_mtime
-        return any((last.folder / store.VERDICT_FILE).stat().st_mtime >= drawn for _, last in latest)
+        return any((last.folder / store.VERDICT_FILE).stat().st_mtime >= drawn for last in latest)
     except OSError:
         return True
 

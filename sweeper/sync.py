@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
 def sync(store: Path, place: Place, names: Sequence[str], rebuild: bool = False) -> tuple[int, int]:
     """Tell `place` what it does not know of these sweeps and their runs, with `rebuild` everything; returns how many
     runs were written and how many were known. Raises what MLflow raises, and, once all else is told, Unkept."""
-    from sweeper.tracking.view import Unkept, View, lock
+    from sweeper.tracking.view import Unkept, View, lock, told_of
 
     written, unkept = 0, None
     with lock(store):
@@ -52,13 +52,13 @@ def sync(store: Path, place: Place, names: Sequence[str], rebuild: bool = False)
         known = view.known()
         folders = sweeps.runs_of(store, set(names))
         for folder in folders:
-            lost = view.state(folder).get("run_id") not in known
+            lost = told_of(place, folder).get("run_id") not in known
             try:
                 written += view.bring(folder, anew=rebuild or lost)
             except Unkept as error:
                 unkept = error
         for sweep in names:
-            lost = view.state(store / "sweeps" / sweep).get("run_id") not in known
+            lost = told_of(place, store / "sweeps" / sweep).get("run_id") not in known
             sweeps.bring(view, sweep, anew=rebuild or lost)
         view.reconcile()
     if unkept:

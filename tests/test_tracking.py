@@ -184,6 +184,51 @@ def test_the_same_sweep_again_joins_its_parent(store: Path) -> None:
     assert {r.data.tags["sweep_id"] for r in shown(store).values()} == {"sweep0123"}
 
 
+def test_a_sweep_that_was_told_whole_is_not_looked_up_again(
+    store: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Importing MLflow takes longer than all else when a finished sweep is started again."""
+
+    def again() -> str:
+        tracker = tracking.make(LOCAL, store)
+        if not tracker.knows("sweep0123"):
+            tracker.open_sweep("sweep0123", "title", 1)
+        tracker.close_sweep("sweep0123")
+        tracker.close()
+        return str(capsys.readouterr().err)
+
+    folders = [write_run(store, CELL, repeat=repeat) for repeat in (1, 2)]
+    write_run(store, CELL, repeat=3, role="prime")
+    sweep = write_plan(folders, conclusion="Nothing failed.\n")
+    links = again()
+    assert "/#/compare-runs?runs=" in links
+
+    def unwanted(*_: Any) -> None:
+        raise OSError("nobody needs this")
+
+    with monkeypatch.context() as without:
+        without.setattr("sweeper.tracking.view.View", unwanted)
+        plan = json.loads((sweep / "plan.json").read_text())
+        (sweep / "plan.json").write_text(json.dumps(plan | {"written": BEGAN + 60}))  # as a start does
+        assert again() == links
+        assert sync.sweeps.up_to_date(place.own(store), store, "sweep0123")
+
+        add_events(folders[0], [])
+        finish_run(folders[0], events(), sweeps=["sweep0123", "another"])
+        assert "nobody needs this" in again(), "a run has a new verdict"
+    again()
+    assert shown(store)[folders[0].name].data.tags["sweep_ids"] == "sweep0123,another"
+
+    (sweep / "report.md").write_text("a report")
+    again()
+    (told,) = sweeps(store)
+    assert "report.md" in {one.path for one in client(store).list_artifacts(told.info.run_id)}
+    assert told.info.status == "FINISHED"
+
+    (store / "mlflow.db").unlink()
+    assert not sync.sweeps.up_to_date(place.own(store), store, "sweep0123")
+
+
 @pytest.mark.parametrize(
     ("ends", "status"),
     [

@@ -83,7 +83,9 @@ def bisect(configs: Sequence[Composed], question: Question) -> sweep.Result:
             run = cells[following].repeated(len(_done(cells, past, question)[following]) + 1)
             session.display.total += 1
             if not interrupts.look():
-                sweep.do(sweep.Planned(run, None, store.estimate(past, run)), session, session.display.total)
+                sweep.do(
+                    sweep.Planned(run, None, store.estimates(past).get(run.cell_id)), session, session.display.total
+                )
             results = _done(cells, store.history(options.folder), question)
             if sum(map(len, results)) <= before:
                 status = sweep.FAULT

@@ -48,11 +48,12 @@ def _tracked(folder: Path) -> str:
     from sweeper.tracking import redacted, sweeps
     from sweeper.tracking.view import STATE_FILE, View, lock
 
-    kept = store.read_json(folder / STATE_FILE)
-    if not kept or sweeps.up_to_date(folder):
+    kept, runs = store.read_json(folder / STATE_FILE), folder.parent.parent
+    if not kept:
         return ""
-    runs = folder.parent.parent
     place = sweeps.place_of(kept, runs)
+    if sweeps.up_to_date(place, runs, folder.name):
+        return ""
     try:
         with lock(runs):
             sweeps.bring(View(place, runs), folder.name)

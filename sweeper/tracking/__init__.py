@@ -36,6 +36,9 @@ REFUSED = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST", "INVALID_STATE")
 class Nothing:
     """tracking=none: run directories and tables only."""
 
+    def knows(self, sweep_id: str) -> bool:
+        return True
+
     def open_sweep(self, sweep_id: str, title: str, cells: int) -> None:
         pass
 
@@ -63,6 +66,7 @@ class _Piece:
     asked: int
     key: Any = field(compare=False)
     work: Callable[[View], Any] = field(compare=False)
+    known: Callable[[], bool] = field(compare=False)  # whether the files say that there is nothing to tell
 
 
 class Tracker:
@@ -71,8 +75,8 @@ class Tracker:
     Work is keyed, so asking again for what is waiting already costs nothing, and each piece brings the view
     up to date whatever happened before: pieces may be repeated and retried, in the order of asking. The View is
     opened in the thread, because importing MLflow and making a fresh store's tables takes seconds, and opened anew
-    after a failure. Any thread may call. Notes for the person who watches are kept and printed on standard error by
-    `close`.
+    after a failure; not at all while the files say that all was told before. Any thread may call. Notes for the person
+    who watches are kept and printed on standard error by `close`.
     """
 
     def __init__(self, place: Place, store: Path) -> None:
@@ -85,8 +89,16 @@ class Tracker:
         self._closing = self._failing = self._given_up = False
         self._peace = 0.0  # until when a store that failed is left alone (time.monotonic)
         self._thread = threading.Thread(target=self._work, name="tracking", daemon=True)
+        self._told = False  # whether a run was to be told of
         self._thread.start()
-        self._put("behind", self._catch_up)
+        self._put("behind", self._catch_up, known=self._caught_up)
+
+    def knows(self, sweep_id: str) -> bool:
+        """Whether MLflow was told what the sweep's folder holds, and that the sweep is over: then nothing needs to be
+        opened unless there is a run to be done."""
+        from sweeper.tracking import sweeps
+
+        return sweeps.up_to_date(self._place, self._store, sweep_id)
 
     def open_sweep(self, sweep_id: str, title: str, cells: int) -> None:
         """Show the sweep as running; a sweep of the same id is joined. Its folder and plan.json are there."""
@@ -100,6 +112,7 @@ class Tracker:
 
     def start(self, run_dir: Path) -> None:
         """Show a run whose run.json and spec.json are written."""
+        self._told = True
         self._put(run_dir, lambda view: view.bring(run_dir))
 
     def tick(self, run_dir: Path) -> None:
@@ -108,6 +121,7 @@ class Tracker:
 
     def finish(self, run_dir: Path) -> None:
         """Show a run whose verdict.json is written, or was written anew."""
+        self._told = True
         self._put(run_dir, lambda view: view.bring(run_dir))
 
     def close_sweep(self, sweep_id: str) -> None:
@@ -117,7 +131,10 @@ class Tracker:
         def close(view: View) -> None:
             self._note(how_to_look(self._place, sweeps.close(view, sweep_id)))
 
-        self._put(("close", sweep_id), close)
+        if not self._told and self.knows(sweep_id):
+            self._note(how_to_look(self._place, sweeps.links(self._place, self._store, sweep_id)))
+        else:
+            self._put(("close", sweep_id), close)
 
     def close(self) -> None:
         """Wait for the last writes, but not for ever, and print the notes."""
@@ -139,13 +156,15 @@ class Tracker:
             print(note, file=sys.stderr)
         self.notes = []
 
-    def _put(self, key: Any, work: Callable[[View], Any], delay: float = 0.0) -> None:
+    def _put(
+        self, key: Any, work: Callable[[View], Any], delay: float = 0.0, known: Callable[[], bool] = lambda: False
+    ) -> None:
         with self._changed:
             due = max(time.monotonic() + delay, self._peace)  # nothing new goes before what waits already
             if key in self._waiting:
                 self._waiting[key].due = min(due, self._waiting[key].due)
             else:
-                self._waiting[key] = _Piece(due, next(self._asked), key, work)
+                self._waiting[key] = _Piece(due, next(self._asked), key, work, known)
             self._changed.notify()
 
     def _next(self) -> _Piece | None:
@@ -163,6 +182,8 @@ class Tracker:
     def _work(self) -> None:
         while (piece := self._next()) is not None:
             try:
+                if self._view is None and piece.known():
+                    continue
                 self._do(piece.work)
                 self._failing = False
             except Exception as error:  # whatever MLflow, its store or the disk do, the sweep goes on
@@ -193,12 +214,25 @@ class Tracker:
 
         for behind in view.reconcile():
             self.finish(behind)
-        here = {sweep for sweep, told in sweeps.tracked(self._store).items() if told.get("place") == self._place.key}
-        for folder in sweeps.runs_of(self._store, here):
-            if not view.up_to_date(folder):
-                self.finish(folder)
+        here, runs = self._behind()
+        for folder in runs:
+            self.finish(folder)
         for sweep in here:
             self._put(("sweep", sweep), partial(sweeps.bring, sweep=sweep))
+
+    def _caught_up(self) -> bool:
+        here, runs = self._behind()
+        return bool(here) and not runs and all(map(self.knows, here))
+
+    def _behind(self) -> tuple[list[str], list[Path]]:
+        """The sweeps that are tracked at this place, and those of their runs that are not told whole."""
+        from sweeper.tracking import sweeps
+        from sweeper.tracking.view import up_to_date
+
+        tracked = sweeps.tracked(self._store)
+        here = [sweep for sweep, told in tracked.items() if told.get("place") == self._place.key]
+        runs = sweeps.runs_of(self._store, set(here))
+        return here, [folder for folder in runs if not up_to_date(self._place, folder)]
 
     def _note(self, text: str) -> None:
         if text and text not in self.notes and len(self.notes) < MOST_NOTES:

@@ -19,8 +19,8 @@ from sweeper import store as records
 from sweeper.measure import finite
 from sweeper.report import table
 from sweeper.store import Attempt, read_json
-from sweeper.tracking.place import Place, own
-from sweeper.tracking.view import STATE_FILE, Unkept, View, alive, milliseconds, owner
+from sweeper.tracking.place import DATABASE_FILE, Place, own
+from sweeper.tracking.view import STATE_FILE, Unkept, View, alive, milliseconds, owner, told_of
 
 PLAN_FILE = "plan.json"
 # What a sweep or a bisect leaves in its folder once it is over, the first of them at the least.
@@ -93,7 +93,7 @@ def bring(view: View, sweep: str, anew: bool = False) -> bool:
     concluded = next((path for name in CONCLUDED if (path := folder / name).exists()), None)
     tags: dict[str, Any] = {"verdicts": ", ".join(f"{n} {v}" for v, n in sorted(counts.items()))}
     tags |= {"sweeper.cells": len({one["cell_id"] for one in plan["runs"]})}
-    tags["mlflow.note.content"] = _note(rows, concluded)
+    tags["mlflow.note.content"] = _note(folder, rows, concluded)
     view.log(run_id, tags=tags)
     for name in KEPT:
         if (folder / name).exists():
@@ -108,9 +108,12 @@ def bring(view: View, sweep: str, anew: bool = False) -> bool:
     return True
 
 
-def up_to_date(folder: Path) -> bool:
-    """Whether the sweep's place knows what its folder holds, as far as this side knows."""
-    return (read_json(folder / STATE_FILE) or {}).get("done") == _word(folder)
+def up_to_date(place: Place, store: Path, sweep: str) -> bool:
+    """Whether MLflow was told what a sweep's folder holds, and that the sweep is over, as far as this side knows."""
+    folder = store / "sweeps" / sweep
+    state = told_of(place, folder)
+    lost = place.own and not (store / DATABASE_FILE).exists()
+    return state.get("done") == _word(folder) and not state.get("open") and not lost
 
 
 def close(view: View, sweep: str) -> list[str]:
@@ -121,20 +124,22 @@ def close(view: View, sweep: str) -> list[str]:
     for folder in runs_of(view.store, {sweep}):
         with contextlib.suppress(Unkept):  # it was said when the run ended
             view.bring(folder)
-    return links(view, sweep) if bring(view, sweep, anew=True) else []
+    return links(view.place, view.store, sweep) if bring(view, sweep, anew=True) else []
 
 
-def links(view: View, sweep: str) -> list[str]:
-    """Where MLflow's UI shows the runs of a sweep: as a list, as charts, and, where they are few, side by side."""
-    here = f"{view.place.ui}/#/experiments/{view.experiment}/runs"
+def links(place: Place, store: Path, sweep: str) -> list[str]:
+    """Where MLflow's UI shows the runs of a sweep that it was told of: as a list, as charts, and, where they are few,
+    side by side."""
+    experiment = told_of(place, store / "sweeps" / sweep).get("experiment")
+    here = f"{place.ui}/#/experiments/{experiment}/runs"
     words = {"startTime": "ALL", "searchFilter": f"tags.kind = 'run' and tags.sweep_ids LIKE '%{sweep}%'"}
     listed = "&".join(f"{key}={quote(value)}" for key, value in words.items())
     lines = [f"runs:    {here}?{listed}", f"charts:  {here}?{listed}&compareRunsMode=CHART"]
-    folders = [one.folder for one in records.planned(view.store / "sweeps" / sweep)]
-    runs = [run_id for folder in folders if (run_id := view.state(folder).get("run_id"))]
+    folders = [one.folder for one in records.planned(store / "sweeps" / sweep)]
+    runs = [run_id for folder in folders if (run_id := told_of(place, folder).get("run_id"))]
     if 1 < len(runs) <= MOST_COMPARED:
-        told = f"runs={quote(json.dumps(runs))}&experiments={quote(json.dumps([view.experiment]))}"
-        lines.append(f"compare: {view.place.ui}/#/compare-runs?{told}")
+        told = f"runs={quote(json.dumps(runs))}&experiments={quote(json.dumps([experiment]))}"
+        lines.append(f"compare: {place.ui}/#/compare-runs?{told}")
     return lines
 
 
@@ -189,17 +194,21 @@ def _summary(row: dict[str, Any]) -> dict[str, float]:
     return {name: number for name, value in found.items() if (number := finite(value)) is not None}
 
 
-def _note(rows: list[dict[str, Any]], concluded: Path | None) -> str:
+def _note(folder: Path, rows: list[dict[str, Any]], concluded: Path | None) -> str:
     """The description that the UI shows above a sweep's run, in Markdown."""
     said = concluded.read_text(encoding="utf-8", errors="replace") if concluded else ""
-    text = f"```\n{table.render(rows, 160)}\n{said}```\n"
+    kept = folder / "table.txt"
+    shown = kept.read_text(encoding="utf-8", errors="replace") if kept.exists() else f"{table.render(rows, 160)}\n"
+    text = f"```\n{shown}{said}```\n"
     return text if len(text) <= LONGEST_NOTE else f"{text[:LONGEST_NOTE]}\n```\nThe rest is in the artifacts.\n"
 
 
 def _word(folder: Path) -> str:
-    """Tells one state of a sweep's folder from another."""
-    digest = hashlib.sha256()
-    for name in (PLAN_FILE, *KEPT):
+    """Tells one state of a sweep's folder from another; starting a sweep again changes nothing by itself."""
+    plan = read_json(folder / PLAN_FILE) or {}
+    told = [plan.get("title"), [one.get("identity") for one in plan.get("runs") or ()]]
+    digest = hashlib.sha256(json.dumps(told).encode())
+    for name in KEPT:
         if (path := folder / name).exists():
             digest.update(path.read_bytes())
     return digest.hexdigest()[:16]

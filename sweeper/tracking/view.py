@@ -90,7 +90,7 @@ class View:
         run, verdict = read_json(folder / records.RUN_FILE), read_json(folder / records.VERDICT_FILE)
         if run is None or run.get("role") == "prime":
             return False
-        state = {} if anew else self.state(folder)
+        state = {} if anew else told_of(self.place, folder)
         word = _last_word(verdict)
         if word is not None and state.get("done") == word:
             return False
@@ -101,11 +101,6 @@ class View:
                 raise
             self._tell(folder, run, verdict, {})  # whoever keeps the store has lost the run
         return True
-
-    def up_to_date(self, folder: Path) -> bool:
-        """Whether `bring` would have nothing to tell, as far as this side knows."""
-        verdict = read_json(folder / records.VERDICT_FILE)
-        return verdict is not None and self.state(folder).get("done") == _last_word(verdict)
 
     def reconcile(self) -> list[Path]:
         """Close what dead harnesses left running; returns the run directories that still need `bring`."""
@@ -129,11 +124,6 @@ class View:
         from mlflow.entities import ViewType
 
         return {str(run.info.run_id) for run in self.search("", ViewType.ALL)}
-
-    def state(self, folder: Path) -> dict[str, Any]:
-        """What MLflow was told of a directory; nothing, if that was in another place."""
-        state = read_json(folder / STATE_FILE) or {}
-        return state if state.get("place") == self.place.key else {}
 
     def search(self, condition: str, of: int | None = None) -> Iterator[Any]:
         """The MLflow runs of this store that a condition holds for; `of`: a ViewType."""
@@ -271,6 +261,20 @@ class View:
         for name, limit in (("child.log", LOG_BYTES), (EVENTS_FILE, EVENTS_BYTES)):
             if (folder / name).exists():
                 self.client.log_text(run_id, _end(folder / name, limit), name)
+
+
+def told_of(place: Place, folder: Path) -> dict[str, Any]:
+    """What MLflow was told of a directory; nothing, if that was in another place."""
+    state = read_json(folder / STATE_FILE) or {}
+    return state if state.get("place") == place.key else {}
+
+
+def up_to_date(place: Place, folder: Path) -> bool:
+    """Whether `View.bring` has nothing to tell of a run directory, as far as this side knows."""
+    verdict = read_json(folder / records.VERDICT_FILE)
+    if verdict is None or told_of(place, folder).get("done") == _last_word(verdict):
+        return verdict is not None
+    return (read_json(folder / records.RUN_FILE) or {}).get("role") == "prime"
 
 
 def lock(store: Path) -> FileLock:
