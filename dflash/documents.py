@@ -37,7 +37,7 @@ def use(body: Any) -> None:
     plain = kinds == {"full_attention"} and getattr(config, "attn_logit_softcapping", None) is None
     windowed = getattr(config, "sliding_window", None) is not None and not getattr(config, "layer_types", None)
     if config._attn_implementation == "sdpa" and plain and not windowed:
-        AttentionInterface.register(NAME, _attend)
+        AttentionInterface.register(NAME, attend)
         body.set_attn_implementation(NAME)
 
 
@@ -55,7 +55,7 @@ def apart(position: Tensor) -> Iterator[None]:
         _here.bounds = None
 
 
-def _attend(
+def attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, scaling: float | None = None, **_: Any
 ) -> tuple[Tensor, None]:
     """Attention as transformers calls it: from [R, heads, S, D] to [R, S, heads, D]."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from dflash import fused
 from dflash.attention import DFlashMask, attend_dense
+from dflash.blocks import behind_anchors
 from dflash.geometry import Geometry
 
 __all__ = ["Drafter", "Geometry", "KeyValue"]
@@ -108,19 +109,19 @@ class Drafter(nn.Module):
         mask: DFlashMask,
         alike: bool = False,
     ) -> Tensor:
-        """Hidden states of every block slot, ready for the target's head.
+        """Hidden states of every block slot behind an anchor, ready for the target's head.
 
         features [R, S, taps * H]; context_position [R, S]; x [R, Q, H], the embedded block inputs;
-        block_position [R, Q]. Gives [R, Q, H]. Each layer has its own window, whatever the mask's is.
+        block_position [R, Q]. Gives [R, N * (B - 1), H]. Each layer has its own window, whatever the mask's is.
         `alike`: past their anchors all blocks hold one token, the mask; it may save work and changes nothing.
         """
         if fused.usable(x):
             from dflash.fused import layer as passes  # here, because it needs Triton
 
             return passes.forward(self, features, context_position, x, block_position, mask, alike)
-        return self._layers(
-            x, block_position, self.context_kv(features, context_position), self.attend, self.seen(mask)
-        )
+        context = self.context_kv(features, context_position)
+        hidden = self._layers(x, block_position, context, self.attend, self.seen(mask))
+        return behind_anchors(hidden.flatten(0, 1), mask.block).view(len(hidden), -1, hidden.shape[-1])
 
     def seen(self, mask: DFlashMask) -> dict[int | None, Any]:
         """What layers need of the mask, by their windows."""

@@ -102,7 +102,8 @@ class _HeadLoss(torch.autograd.Function):
         gradient, weight, *rest = ctx.saved_tensors
         weight = weight * upstream[0]
         if rest:
-            weighted = _completed(gradient, *rest, weight)
+            head, labels, unscaled = rest
+            weighted = _completed(gradient, head, labels, unscaled, weight)
         else:
             weighted = torch.mul(gradient, weight[:, None], out=torch.empty_like(gradient))
         return weighted, None, None, None, None, None, None

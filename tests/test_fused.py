@@ -17,7 +17,7 @@ import torch
 import transformers as tf
 from small_drafter import SHAPE
 
-from dflash import fused, settings
+from dflash import documents, fused, settings
 from dflash.attention import DFlashMask, attend_dense, visible
 from dflash.drafter import Drafter, Geometry
 from dflash.weights import draw
@@ -138,6 +138,26 @@ def test_a_targets_gated_mlp_is_replaced_only_where_it_is_swiglu(activation, mon
     assert (type(lean) is not type(own)) == (activation == "silu")
     x = torch.randn(2, 3, 40, device=DEVICE)
     torch.testing.assert_close(lean(x), own(x), rtol=1e-5, atol=1e-6)
+
+
+@kernels
+@pytest.mark.parametrize("kind", ["Qwen3", "Llama", "Qwen2"])
+def test_a_targets_heads_are_normed_and_turned_in_one_pass(kind, monkeypatch):
+    monkeypatch.setattr(fused, "usable", lambda x: True)
+    sizes = {"hidden_size": 40, "intermediate_size": 60, "num_hidden_layers": 2, "vocab_size": 50}
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 2} | ({"head_dim": 24} if kind == "Qwen3" else {})
+    heads |= {} if kind == "Qwen3" else {"hidden_size": 6 * 24}
+    torch.manual_seed(4)
+    own = getattr(tf, f"{kind}Model")(getattr(tf, f"{kind}Config")(**sizes | heads)).to(DEVICE).requires_grad_(False)
+    documents.use(own)
+    lean = copy.deepcopy(own)
+    target.use(lean)
+    assert {type(layer.self_attn) for layer in lean.layers} == {target.Attention}
+    tokens = torch.randint(50, (2, 30), device=DEVICE)
+    position = torch.cat([torch.arange(n) for n in (17, 13)]).expand(2, -1).to(DEVICE)
+    with documents.apart(position):
+        one, other = (m(input_ids=tokens, position_ids=position).last_hidden_state for m in (own, lean))
+    torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-5)
 
 
 @kernels

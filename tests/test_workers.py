@@ -128,14 +128,18 @@ def test_a_run_asked_to_stop_ends_after_the_step_under_way_and_tells_it(tmp_path
 
 
 class Taken(list):
-    """A channel that keeps what it is given."""
+    """A channel that keeps what it is given, and whose drafter leaves after four batches."""
 
     put = list.append
+
+    @property
+    def left(self):
+        return len(self) >= 4
 
 
 def test_a_target_that_is_a_batch_ahead_of_itself_hands_over_the_same_ones(tmp_path, monkeypatch):
     """As on a GPU, which has its next batch to do before the last one is handed over."""
-    values = {"data": {"path": "-", "row_tokens": 16}, "target": {"model": "-"}, "train": {"steps": 4}}
+    values = {"data": {"path": "-", "row_tokens": 16}, "target": {"model": "-"}}
     job = JobSettings.from_dict(values)
     tokens = np.arange(16)
     row = Row(tokens, tokens >= 0, tokens * 0, tokens, 16)

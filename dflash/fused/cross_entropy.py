@@ -19,8 +19,9 @@ from torch import Tensor
 
 from dflash.fused import launch
 
-_BLOCK = 4096
-_WARPS = 8
+# The fastest on an H200 of 2048 to 8192 columns and 4 to 16 warps, at 2,048 rows of 151,936.
+_BLOCK = 2048
+_WARPS = 16
 
 # Exponents that neither a type's own range nor a sum of a million of them minds.
 _LARGEST = {torch.float16: 4.0, torch.bfloat16: 60.0, torch.float32: 60.0}

@@ -172,6 +172,46 @@ def turn_heads_backward(
     return d_source, d_scales.sum(0)
 
 
+@triton.jit
+def _turn_in_place(
+    x, scale, cos, sin, turn_stride, tokens, eps,
+    HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, HAS_NORM: tl.constexpr,
+):  # fmt: skip
+    token = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    wide = at < HALF
+    inside = (token < tokens)[:, None] & wide[None, :]
+    c = tl.load(cos + token[:, None] * turn_stride + at[None, :], mask=inside, other=0.0).to(tl.float32)
+    s = tl.load(sin + token[:, None] * turn_stride + at[None, :], mask=inside, other=0.0).to(tl.float32)
+    begin = x + token[:, None] * HEADS * 2 * HALF + at[None, :]
+    for head in range(HEADS):
+        here = begin + head * 2 * HALF
+        a = tl.load(here, mask=inside, other=0.0).to(tl.float32)
+        b = tl.load(here + HALF, mask=inside, other=0.0).to(tl.float32)
+        if HAS_NORM:
+            factor = (1.0 / tl.sqrt_rn((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / (2 * HALF) + eps))[:, None]
+            a *= factor * tl.load(scale + at, mask=wide, other=0.0).to(tl.float32)[None, :]
+            b *= factor * tl.load(scale + HALF + at, mask=wide, other=0.0).to(tl.float32)[None, :]
+        tl.store(here, (a * c - b * s).to(x.dtype.element_ty), mask=inside)
+        tl.store(here + HALF, (b * c + a * s).to(x.dtype.element_ty), mask=inside)
+
+
+def turn_in_place(x: Tensor, scale: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> None:
+    """Norm of each head times `scale` [d], where there is one, and rotary turn of `x` [R, S, heads, d], contiguous.
+
+    `cos` and `sin` [R, S, d] as transformers makes them: both halves alike.
+    """
+    rows, length, heads, width = x.shape
+    assert cos.shape == sin.shape == (rows, length, width), cos.shape
+    cos, sin = cos.contiguous(), sin.contiguous()
+    block = triton.next_power_of_2(width // 2)
+    if x.numel():
+        with launch.on(x):
+            _turn_in_place[(triton.cdiv(rows * length, _ROWS),)](
+                x, scale, cos, sin, width, rows * length, eps, heads, width // 2, block, _ROWS, scale is not None
+            )
+
+
 def _grid(source: Tensor) -> tuple[int]:
     return (triton.cdiv(len(source), _ROWS),)
 

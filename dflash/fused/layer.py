@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from dflash.blocks import behind_anchors
 from dflash.fused.heads import Part, turn_heads, turn_heads_backward
 from dflash.fused.norm import add_norm, add_norm_backward
 from dflash.fused.swiglu import swiglu, swiglu_backward
@@ -67,14 +68,16 @@ def forward(
         q, k, v = _TurnHeads.apply(
             projected, own, a.q_norm.weight, a.k_norm.weight, turn, a.q_norm.eps, block_part, context_part
         )
-        attended = drafter.attend(q, k, v, seen[window])
-        rest = a.o_proj(attended.transpose(1, 2).reshape(rows * length, -1))
+        attended = drafter.attend(q, k, v, seen[window]).transpose(1, 2).reshape(rows * length, -1)
+        if layer is drafter.layers[-1]:  # nobody reads more of an anchor's slot
+            stream, attended = (behind_anchors(x, mask.block) for x in (stream, attended))
+        rest = a.o_proj(attended)
         stream, gate_up = _norm_linear(
             stream, rest, layer.post_attention_layernorm, [layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight]
         )
         rest = _SwigluLinear.apply(gate_up, layer.mlp.down_proj.weight)
     _, hidden = _norm_linear(stream, rest, drafter.norm, [])
-    return hidden.view(rows, length, -1)
+    return hidden.view(rows, -1, g.hidden)
 
 
 def _norm_linear(x: Tensor, delta: Tensor | None, norm: nn.RMSNorm, weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

@@ -18,6 +18,7 @@ from dflash.optim import Master, learning_rate
 from dflash.pipeline import state, sums
 from dflash.pipeline.average import Averager
 from dflash.pipeline.batch import Batch
+from dflash.pipeline.clock import Clock
 from dflash.pipeline.evaluation import Evaluation
 from dflash.pipeline.layout import Seat
 from dflash.pipeline.profile import profiled
@@ -91,6 +92,7 @@ def run_drafter(tools: Tools, work: Work) -> tuple[str, dict[str, Any]]:
     told: deque[_Told] = deque()  # steps whose figures are still on the device
     if done == job.train.steps:
         _leave(tools, seat)
+    clock = Clock(device)
     steps = range(done + 1, job.train.steps + 1)
     for step in profiled(steps, tools, device) if seat.leads else steps:
         if reporter:
@@ -102,7 +104,7 @@ def run_drafter(tools: Tools, work: Work) -> tuple[str, dict[str, Any]]:
             gradient, summed = total[:split], total[split:]
             lr = learning_rate(step, job.train.steps, job.optim)
             norm = master.step(gradient, lr, summed[sums.WEIGHT].clamp(min=torch.finfo(torch.float32).tiny))
-            told.append(_Told(step, lr, Underway(torch.cat([norm[None], summed]))))
+            told.append(_Told(step, lr, Underway(torch.cat([norm[None], summed]), clock)))
             del total, gradient, summed
         last = step == job.train.steps
         due = bool(job.train.save_every) and step % job.train.save_every == 0
@@ -111,12 +113,12 @@ def run_drafter(tools: Tools, work: Work) -> tuple[str, dict[str, Any]]:
         # All drafters of a variant read as late as each other, so that they stop after the same step.
         behind = 0 if last or due or evaluated else BEHIND.get(device.type, 0)
         while len(told) > behind or (stop and told):
-            grad_norm, *values = told[0].figures.read()
+            ended, (grad_norm, *values) = told[0].figures.read()
             seen, one = StepSums.of(values), told.popleft()
             if reporter:
-                figures |= reporter.step_ended(one.step, seen, grad_norm, one.lr)
+                figures |= reporter.step_ended(one.step, ended, seen, grad_norm, one.lr)
             if one.step == done + max(1, job.train.unmeasured):
-                warm = time.time()
+                warm = ended
             stop |= bool(seen.stop) and not last
         if stop or last:
             _leave(tools, seat)

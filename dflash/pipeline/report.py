@@ -38,17 +38,19 @@ class Reporter:
             probe.steady = True
             events.emit("counters", at="steady", **probe.counters())
             events.emit("stage", stage="train")
-        self.underway.append(_Step(time.perf_counter()))
+        self.underway.append(_Step(time.time()))
 
     def batch_arrived(self, batch: Batch) -> None:
         self.underway[-1].batches.append((batch.context_tokens, batch.seconds))
 
-    def step_ended(self, step: int, sums: StepSums, grad_norm: float, lr: float) -> dict[str, float]:
-        """Report a step; gives what a drafter trained so far is known by: its steps, and means over the last ones."""
+    def step_ended(self, step: int, ended: float, sums: StepSums, grad_norm: float, lr: float) -> dict[str, float]:
+        """Report a step that ended at `ended` (Unix seconds), perhaps a while ago; gives what a drafter trained so far
+        is known by: its steps, and means over the last ones.
+        """
         layout, events = self.tools.layout, self.tools.events
-        one, now = self.underway.popleft(), time.perf_counter()
-        seconds = now - max(one.began, self.ended)
-        self.ended = now
+        one = self.underway.popleft()
+        seconds = ended - max(one.began, self.ended)
+        self.ended = ended
         waiting = {pair: channel.stats() for pair, channel in self.tools.channels.items()}
         waited: dict[str, float] = defaultdict(float)
         for (t, d), channel in waiting.items():
@@ -62,6 +64,7 @@ class Reporter:
         }
         events.emit(
             "step",
+            t=round(ended, 4),
             variant=self.seat.variant,
             step=step,
             steps=self.job.train.steps,

@@ -75,7 +75,7 @@ def gradient_step(
     at, labels = sent(slots.at, device), sent(blocks.labels.flatten()[slots.at], device)
     weight = sent(blocks.weight.flatten()[slots.at], device)
     loss = head_loss(
-        _Pick.apply(hidden.flatten(0, 1), at),
+        _Pick.apply(hidden.flatten(0, 1), sent(slots.row, device)),
         ends.head,
         labels,
         weight,
@@ -113,35 +113,39 @@ class _Supervised:
     """The slots that carry loss, in block order, on the CPU; int64 [M] each. Any padding comes last."""
 
     at: Tensor  # index among the R * Q slots
+    row: Tensor  # index among those of them that are no anchor's, of which the drafter gives hidden states
     block: Tensor  # number of its block among the R * N blocks
     slot: Tensor  # k, from 1; 0 of padding
     count: int  # without padding
 
     @classmethod
     def of(cls, blocks: Blocks, block: int, padded_to: int) -> _Supervised:
-        """Padding is the first slot of all, an anchor's, which never carries loss: its weight and label are 0."""
+        """Padding is the first slot of all, an anchor's, which never carries loss: its weight and label are 0. Its row
+        is the one behind the last.
+        """
         found = blocks.weight.flatten().nonzero().squeeze(-1)
-        at = torch.nn.functional.pad(found, (0, -len(found) % padded_to))
-        return cls(at, at // block, at % block, len(found))
+        padding = (0, -len(found) % padded_to)
+        at = torch.nn.functional.pad(found, padding)
+        row = torch.nn.functional.pad(found - found // block - 1, padding, value=blocks.anchors.numel() * (block - 1))
+        return cls(at, row, at // block, at % block, len(found))
 
 
 class _Pick(torch.autograd.Function):
-    """Rows [M, H] of x [Q, H]. Indexing's own backward sorts the indices, in case one comes twice.
-
-    Here only the first row does, as padding, and what flows back to it is zero.
+    """Rows [M, H] of x [P, H]; for one behind the last, P, any. Indexing's own backward sorts the indices, in case one
+    comes twice, which here only that one does.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, at: Tensor) -> Tensor:
         ctx.save_for_backward(at)
         ctx.rows = len(x)
-        return x[at]
+        return x[at.clamp(max=len(x) - 1)]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
         (at,) = ctx.saved_tensors
-        return upstream.new_zeros(ctx.rows, upstream.shape[1]).index_copy_(0, at, upstream), None
+        return upstream.new_zeros(ctx.rows + 1, upstream.shape[1]).index_copy_(0, at, upstream)[:-1], None
 
 
 def _teacher(features: Tensor, blocks: Blocks, slots: _Supervised, hidden: int) -> Tensor:

@@ -12,6 +12,7 @@ import warnings
 import torch
 from torch import Tensor
 
+from dflash.pipeline.clock import Clock
 from dflash.pipeline.spans import span
 
 PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device of the process
@@ -83,16 +84,10 @@ def _copying(device: torch.device) -> torch.cuda.Stream:
 class Underway:
     """Numbers on their way from a device, to be read when they have come; meanwhile the device gets more to do."""
 
-    def __init__(self, vector: Tensor) -> None:
+    def __init__(self, vector: Tensor, clock: Clock) -> None:
         self._here = vector.detach().to("cpu", non_blocking=True)  # pinned, where the device is a GPU
-        self._come = None
-        if vector.is_cuda:
-            self._come = torch.cuda.Event()
-            self._come.record(torch.cuda.current_stream(vector.device))
+        self._clock, self._come = clock, clock.mark()
 
-    def read(self) -> list[float]:
-        """The numbers; waits until they are here."""
-        if self._come is not None:
-            self._come.synchronize()
-        values: list[float] = self._here.tolist()
-        return values
+    def read(self) -> tuple[float, list[float]]:
+        """When they came (Unix seconds) and the numbers; waits until they are here."""
+        return self._clock.when(self._come), self._here.tolist()
