@@ -155,13 +155,14 @@ def newest(store: Path, run: Run) -> Attempt | None:
 
 def latest(store: Path, runs: Iterable[Run]) -> dict[str, Attempt]:
     """The same for each of these runs that has one, by identity and in their order; the store is listed once."""
-    folders: dict[tuple[str, int], list[tuple[int, Path]]] = {}
-    for entry in os.scandir(store / "runs") if (store / "runs").is_dir() else ():
-        if match := _NAME.search(entry.name):
-            folders.setdefault((match[1], int(match[2])), []).append((int(match[3]), Path(entry.path)))
+    folders: dict[tuple[str, str], list[tuple[int, str]]] = {}
+    for name in os.listdir(store / "runs") if (store / "runs").is_dir() else ():
+        if match := _NAME.search(name):
+            folders.setdefault((match[1], match[2]), []).append((int(match[3]), name))
     found = {}
     for run in runs:
-        several = (attempt(one) for _, one in sorted(folders.get((run.identity[:12], run.repeat), []), reverse=True))
+        names = sorted(folders.get((run.identity[:12], str(run.repeat)), []), reverse=True)
+        several = (attempt(store / "runs" / name) for _, name in names)
         if last := next((one for one in several if one.verdict), None):
             found[run.identity] = last
     return found
