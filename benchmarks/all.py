@@ -68,12 +68,15 @@ def parts(options: argparse.Namespace) -> list[Part]:
         ]
     commit = ["--commit", options.commit] if options.commit else []
     peers = [["--specforge", options.specforge], ["--speculators", options.speculators]]
-    step = ["--samples", "3", *(word for option, folder in peers if folder for word in (option, str(folder)))]
+    # One step a sample: compiling six variants at three shapes takes most of the time as it is.
+    step = ["--samples", "3", "--steps", "1"]
+    step += [word for option, folder in peers if folder for word in (option, str(folder))]
     timeline = ["--timeline", str(options.out / "pipeline-timeline.png")]
+    shapes = ["one document of 40,000", "20 documents of 2,000", "4 rows of 3,072"]
     return [
-        Part("kernel", [], 120, 1),
-        Part("step", [*step, *commit], 230, 1),
-        Part("pipeline", ["--limit", "170", *timeline, *commit], 240, 1),
+        Part("kernel", ["--rounds", "9", "--shapes", *shapes], 70, 1),
+        Part("step", [*step, *commit], 410, 1),
+        Part("pipeline", ["--shapes", "packed", "--rounds", "1", "--steps", "14", *timeline, *commit], 120, 1),
     ]
 
 

@@ -301,6 +301,12 @@ class JobSettings:
         for section in sections:
             section.check()
         _among("compile", self.compile, COMPILE_STRATEGIES)
+        if self.compile == "triton" and self.train.precision == "float32":
+            raise SettingError(
+                "train.precision",
+                "float32",
+                "must be auto or bfloat16 with compile=triton, whose kernels for float32 take minutes to compile",
+            )
         _among("isolation", self.isolation, ("threads", "processes"))
         _among("device", self.device, DEVICES)
         if self.drafter.block > self.data.row_tokens:

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from dflash.attention import DFlashMask, attend_dense, visible
 from dflash.probe import Probe
-from dflash.settings import SettingError
+from dflash.settings import JobSettings, SettingError
 from dflash.strategies import check, make
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -203,6 +203,9 @@ def test_a_job_is_refused_before_it_starts() -> None:
     check("triton", dataclasses.replace(geometry, head_dim=64))
     with pytest.raises(SettingError, match=r"drafter.head_dim=6: compile=triton takes one of 16, 32, 64, 128"):
         check("triton", geometry)
+    wish = {"data": {"path": "-"}, "target": {"model": "-"}, "compile": "triton", "train": {"precision": "float32"}}
+    with pytest.raises(SettingError, match=r"train.precision.*float32.*must be auto or bfloat16 with compile=triton"):
+        JobSettings.from_dict(wish).check()
 
 
 @on_gpu
