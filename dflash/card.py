@@ -21,13 +21,17 @@ TRAINING = {
     "lr": "learning rate",
     "seed": "seed",
 }
+MADE_UP = (
+    "**Its target's weights were made up** (`target.made_up=true`), to measure the speed of training: this drafter is "
+    "of no use with any model."
+)
 
 
 def card(config: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
     """Markdown from a drafter's config.json and the facts that its training left; what is unknown is left out.
 
-    `facts`: target (its name), the keys of TRAINING, and acceptance, a list of what `dflash.acceptance` measured
-    (Acceptance.to_dict). A folder of this machine is named by its last part alone.
+    `facts`: target (its name), target_made_up, the keys of TRAINING, and acceptance, a list of what
+    `dflash.acceptance` measured (Acceptance.to_dict). A folder of this machine is named by its last part alone.
     """
     special = config["dflash_config"]
     target = _name(facts.get("target", "its target"))
@@ -48,6 +52,7 @@ def card(config: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
         f"# DFlash drafter for {target}",
         f"Drafts blocks of tokens for speculative decoding with {target} (DFlash, arXiv 2602.06036). It reads hidden "
         "states of that target and is of no use with another.",
+        *([MADE_UP] if facts.get("target_made_up") else []),
         _table(sizes),
     ]
     if told:

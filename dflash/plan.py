@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dflash import models, strategies
+from dflash import made_up, models, strategies
 from dflash.checkpoint import Checkpoint
 from dflash.data import dataset, store
 from dflash.data.dataset import Dataset
@@ -114,6 +114,8 @@ def make_plan(job: JobSettings, target: Target, out: Path, events: EventWriter) 
         progress=lambda done, total: events.emit("progress", what="data bytes", done=done, total=total),
     )
     events.emit("data", **data.summary)
+    if job.target.made_up:
+        events.emit("warning", code="target.made_up", message=made_up.SAID)
     shared = _shared_identity(job, data, target)
     variants = {}
     for name, variant in job.variants().items():
@@ -135,6 +137,7 @@ def make_plan(job: JobSettings, target: Target, out: Path, events: EventWriter) 
         )
     facts = {
         "target": job.target.model,
+        **({"target_made_up": True} if job.target.made_up else {}),
         "data": Path(job.data.path).name,
         **{key: data.summary[key] for key in ("documents", "tokens", "supervised")},
         "row_tokens": job.data.row_tokens,
@@ -176,12 +179,13 @@ def _spread(head: Tensor) -> float:
 def _shared_identity(job: JobSettings, data: Dataset, target: Target) -> dict[str, Any]:
     """What a run computes from, less the drafters. How long it trains may change, and where: not what it meets."""
     files = store.read_meta(data.rows.folder).files
+    known = models.identity(job.target.model, job.target.models_dir, weights=not job.target.made_up)
     content = hashlib.sha256(repr(sorted((name, facts["sha256"]) for name, facts in files.items())).encode())
     return {
         "data.path": f"sha256:{content.hexdigest()[:16]}",
         "data.row_tokens": job.data.row_tokens,
         "data.too_long": job.data.too_long,
-        "target.model": models.identity(job.target.model, job.target.models_dir),
+        "target.model": f"made up of {known}" if job.target.made_up else known,
         "target.taps": list(target.taps),
         "train.rows": job.train.rows,
         "train.precision": job.train.precision,

@@ -76,6 +76,7 @@ class Target:
     taps: list[int] | None = None  # decoder layers whose output is tapped, 0-based; None: z-lab's spread
     dtype: str = "auto"  # auto: float32 on CPU, bfloat16 on GPU
     gpus: int = 1  # devices that one target is spread over, layer by layer
+    made_up: bool = False  # random weights drawn on the device, whatever the folder holds: to measure speed alone
     trust_remote_code: bool = False
 
     def check(self) -> None:
@@ -309,6 +310,9 @@ class JobSettings:
             )
         _among("isolation", self.isolation, ("threads", "processes"))
         _among("device", self.device, DEVICES)
+        if self.target.made_up and self.eval.prompts:
+            allowed = "must be empty with target.made_up=true: made-up weights have nothing to say"
+            raise SettingError("eval.prompts", self.eval.prompts, allowed)
         if self.drafter.block > self.data.row_tokens:
             raise SettingError(
                 "drafter.block", self.drafter.block, f"must not exceed data.row_tokens={self.data.row_tokens}"

@@ -13,7 +13,7 @@ targets whose layers are all plain causal ones do without the mask (`dflash/docu
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dflash import documents, models, settings
+from dflash import documents, made_up, models, settings
 from dflash.devices import compute_dtype
 from dflash.fused import target as fused_target
 from dflash.settings import SettingError
@@ -88,8 +88,12 @@ class Target:
     def load(cls, target: settings.Target, devices: Sequence[torch.device], whole: bool = False) -> Target:
         """Load `target.model` and keep the part up to the last tap, or all of it; raises SettingError.
 
-        Over several devices it is spread layer by layer. It passes through host memory, once.
+        Over several devices it is spread layer by layer. It passes through host memory, once, unless its weights are
+        made up: those are drawn where they are to be.
         """
+        if target.made_up:
+            model = blank(target, devices[0])
+            return cls.from_model(model, target.taps, devices, whole, made_up.filler(model))
         return cls.from_model(pretrained(target, devices[0]), target.taps, devices, whole)
 
     @classmethod
@@ -99,9 +103,16 @@ class Target:
         One layer is read beside them, whatever the target's size; it is not kept. Raises SettingError.
         """
         outline = cls.outline(target, device, whole)
-        model = pretrained(target, device, layers=1)
+        if target.made_up:
+            model = blank(target, device)
+            fill = made_up.filler(model)
+            fill(model.get_input_embeddings(), device)
+            if outline.head is not outline.embedding:
+                fill(model.get_output_embeddings(), device)
+        else:
+            model = pretrained(target, device, layers=1)
         embedding = model.get_input_embeddings().weight.detach().to(device)
-        tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+        tied = outline.head is outline.embedding
         head = embedding if tied else model.get_output_embeddings().weight.detach().to(device)
         return replace(outline, embedding=embedding, head=head, devices=(device,))
 
@@ -111,21 +122,22 @@ class Target:
 
         `device` is where it would be loaded, which settles `dtype=auto`; None: the CPU.
         """
-        from transformers import AutoConfig, AutoModelForCausalLM
-
-        folder = models.folder(target.model, target.models_dir)
-        remote = {"trust_remote_code": target.trust_remote_code}
-        with _loading(target), torch.device("meta"):
-            config = AutoConfig.from_pretrained(folder, local_files_only=True, **remote)
-            dtype = compute_dtype(target.dtype, device or torch.device("cpu"))
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, **remote)
+        model = blank(target, device or torch.device("cpu"))
         return cls.from_model(model, target.taps, [torch.device("meta")], whole)
 
     @classmethod
     def from_model(
-        cls, model: Any, taps: list[int] | None, devices: Sequence[torch.device], whole: bool = False
+        cls,
+        model: Any,
+        taps: list[int] | None,
+        devices: Sequence[torch.device],
+        whole: bool = False,
+        place: Callable[[nn.Module, torch.device], object] = nn.Module.to,
     ) -> Target:
-        """Take over a causal LM of transformers, cut behind its last tap unless `whole`; raises SettingError."""
+        """Take over a causal LM of transformers, cut behind its last tap unless `whole`; raises SettingError.
+
+        `place` brings a module to its device.
+        """
         config = model.config.get_text_config()
         body = model.get_decoder()
         name, layers = decoder_layers(body, config.num_hidden_layers)
@@ -134,7 +146,7 @@ class Target:
         taps = default_taps(depth) if taps is None else list(taps)
         output, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
         _check_head(model, output, whole)
-        head = output.weight
+        tied = output.weight is embeddings.weight
         if not whole:
             setattr(body, name, layers[: taps[-1] + 1])
             setattr(body, _final_norm(body), nn.Identity())
@@ -142,7 +154,9 @@ class Target:
         if devices[0].type == "cuda":  # on a CPU a mask costs no more than the calls it saves
             documents.use(body)
         for module, device in _places(body, getattr(body, name), devices):
-            module.to(device)
+            place(module, device)
+        if not tied:
+            place(output, devices[0])
         if devices[0].type == "cuda":
             fused_target.use(body)
         embedding = embeddings.weight.detach()
@@ -152,7 +166,7 @@ class Target:
             layers=getattr(body, name),
             norm=getattr(body, _final_norm(body)),
             embedding=embedding,
-            head=embedding if head is embeddings.weight else head.detach().to(devices[0]),
+            head=embedding if tied else output.weight.detach(),
             taps=taps,
             whole=whole,
             devices=tuple(devices),
@@ -280,6 +294,18 @@ def _places(
             yield child, devices[-1] if child is norm else devices[0]
 
 
+def blank(target: settings.Target, device: torch.device) -> Any:
+    """The causal LM of transformers without weights (torch's meta device), in the dtype that it has on `device`;
+    raises SettingError."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = models.folder(target.model, target.models_dir, weights=not target.made_up)
+    remote = {"trust_remote_code": target.trust_remote_code}
+    with _loading(target), torch.device("meta"):
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, **remote)
+        return AutoModelForCausalLM.from_config(config, dtype=compute_dtype(target.dtype, device), **remote)
+
+
 def pretrained(target: settings.Target, device: torch.device, layers: int | None = None) -> Any:
     """The causal LM of transformers in host memory, or its first `layers`; raises SettingError."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -316,7 +342,7 @@ def load_tokenizer(target: settings.Target) -> Any:
     """The target's tokenizer; raises SettingError."""
     from transformers import AutoTokenizer
 
-    folder = models.folder(target.model, target.models_dir)
+    folder = models.folder(target.model, target.models_dir, weights=not target.made_up)
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=target.trust_remote_code)
     except Exception as error:  # as with the weights, an open list

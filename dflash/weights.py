@@ -31,7 +31,8 @@ def draw(
     std = {name: STD / (2 * geometry.layers) ** 0.5 if name.endswith(INTO_RESIDUAL) else STD for name in shapes}
 
     def matrix(name: str) -> Tensor:
-        return torch.empty(shapes[name], device="cpu").normal_(0, std[name], generator=_generator(seed, name))
+        generator = torch.Generator("cpu").manual_seed(seed_of(seed, name))
+        return torch.empty(shapes[name], device="cpu").normal_(0, std[name], generator=generator)
 
     matrices = [name for name, shape in shapes.items() if len(shape) == 2]
     matrices.sort(key=lambda name: shapes[name][0] * shapes[name][1], reverse=True)  # the longest begin first
@@ -54,6 +55,6 @@ def copied(weights: Mapping[str, Tensor], device: torch.device | str, dtype: tor
     return {name: tensor.detach().to(device, dtype, copy=True) for name, tensor in weights.items()}
 
 
-def _generator(seed: int, name: str) -> torch.Generator:
-    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-    return torch.Generator("cpu").manual_seed(int.from_bytes(digest[:4], "big"))  # it takes no more than 32 bits
+def seed_of(seed: int, name: str) -> int:
+    """A seed for what bears this name, of 32 bits: a generator on the CPU takes no more."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:4], "big")

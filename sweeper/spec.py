@@ -341,7 +341,7 @@ def _job(spec: dict[str, Any]) -> dict[str, Any]:
     for number, path in enumerate(prompts):
         if not _readable(path):
             raise SettingError(f"eval.prompts[{number}]", path, "must be a readable file of prompts")
-    models.check(target["model"], target["models_dir"])
+    models.check(target["model"], target["models_dir"], weights=not target["made_up"])
     if os.path.isdir(target["model"]):
         target["model"] = os.path.abspath(target["model"])
     return spec
@@ -420,7 +420,9 @@ def _facts(spec: dict[str, Any], workload: Workload, wheel: wheels.Wheel) -> dic
             if init := _drafter(one).get("init"):
                 one["drafter"]["init"] = _drafter_hash(init)
         del settings["target"]["models_dir"]
-        settings["target"]["model"] = models.identity(spec["target"]["model"], spec["target"]["models_dir"])
+        target = spec["target"]
+        named = models.identity(target["model"], target["models_dir"], weights=not target["made_up"])
+        settings["target"]["model"] = named
         code = _package_hash("dflash")
     else:
         # Programs only: what else a command names may be its output, which must not make it another run.

@@ -38,6 +38,14 @@ def model(tmp_path: Path) -> Path:
     return folder
 
 
+def test_a_folder_without_weights_is_a_target_whose_weights_are_made_up(tmp_path: Path, model: Path) -> None:
+    full = read(tmp_path, f"target.model={model}", "target.made_up=true")
+    (model / "model.safetensors").unlink()
+    assert read(tmp_path, f"target.model={model}", "target.made_up=true").identity == full.identity
+    with pytest.raises(SettingError, match="must hold weights"):
+        read(tmp_path, f"target.model={model}")
+
+
 @pytest.fixture
 def chats(tmp_path: Path) -> Path:
     path = tmp_path / "chats.jsonl"

@@ -253,6 +253,71 @@ def test_a_drafters_process_reads_embedding_and_head_alone(name, tmp_path):
     assert (ends.embedding_scale, ends.devices) == (whole.embedding_scale, whole.devices)
 
 
+def made_up(name, folder):
+    """A wish for a target of these sizes, in a folder without any weights."""
+    config = CONFIGS[name]()
+    config.architectures = [type(make(name)).__name__]
+    config.save_pretrained(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    return settings.Target(model=str(folder), taps=[1, 4], made_up=True)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_made_up_target_computes_what_a_saved_one_with_its_weights_does(name, whole, tmp_path):
+    wish = made_up(name, tmp_path / "blank")
+    target = Target.load(wish, [CPU], whole)
+    assert not list((tmp_path / "blank").glob("*.safetensors"))
+    like = make(name)
+    for at, layer in enumerate(target.layers):
+        like.get_decoder().get_submodule(f"layers.{at}").load_state_dict(layer.state_dict())
+    like.get_input_embeddings().weight.data.copy_(target.embedding)
+    like.get_output_embeddings().weight.data.copy_(target.head)
+    assert target.head.std() == pytest.approx(0.02, rel=0.1)
+    batch = pack(*ROWS)
+    want = Target.from_model(like, [1, 4], [CPU], whole).features(*batch)
+    torch.testing.assert_close(target.features(*batch), want, rtol=0, atol=0)
+    assert want.std() > 1e-3
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_made_up_target_is_the_same_everywhere_and_nobody_elses_draws_change(name, tmp_path):
+    wish = made_up(name, tmp_path)
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    one, ends = Target.load(wish, [CPU]), Target.ends(wish, CPU)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(4)
+    other = Target.load(wish, [CPU, CPU], whole=True)
+    for key, tensor in one.layers.state_dict().items():
+        assert torch.equal(tensor, other.layers.state_dict()[key]), key
+    for part in (other, ends, one.replica([CPU])):
+        assert torch.equal(part.embedding, one.embedding)
+        assert torch.equal(part.head, one.head)
+        assert (part.head is part.embedding) == (one.head is one.embedding)
+    first, second = (one.layers[n].state_dict() for n in (0, 1))
+    matrices = [key for key, tensor in first.items() if tensor.dim() == 2]
+    assert matrices
+    assert not any(torch.equal(first[key], second[key]) for key in matrices)
+    assert (ends.num_layers, ends.taps, ends.width) == (one.num_layers, one.taps, one.width)
+
+
+def test_a_folder_without_weights_is_a_target_only_if_they_are_to_be_made_up(tmp_path):
+    wish = made_up("llama", tmp_path)
+    with pytest.raises(SettingError, match="the folder must hold weights as"):
+        Target.load(settings.Target(model=wish.model), [CPU])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_made_up_target_on_a_gpu_has_the_ends_of_a_drafters_process(tmp_path):
+    wish, gpu = made_up("qwen3", tmp_path), torch.device("cuda", 0)
+    target, ends = Target.load(wish, [gpu]), Target.ends(wish, gpu)
+    assert (target.embedding.dtype, target.embedding.device) == (torch.bfloat16, gpu)
+    assert torch.equal(target.embedding, ends.embedding)
+    assert torch.equal(target.head, ends.head)
+    assert torch.isfinite(target.features(*(t.to(gpu) for t in pack(*ROWS)))).all()
+
+
 def test_default_taps_are_those_of_the_published_drafters():
     assert default_taps(36) == [1, 9, 17, 25, 33]  # Qwen3-4B and -8B, z-lab's configurations
     assert default_taps(30) == [1, 8, 14, 20, 27]

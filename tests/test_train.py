@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ from forked import Forked
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from dflash import made_up
 from dflash.events import EventReader
 from dflash.models import folder
 
@@ -186,6 +188,36 @@ def test_a_job_that_is_ended_while_it_is_profiled_leaves_no_part_of_a_profile(jo
     assert stopped(one, signal.SIGTERM, steps=5) == 75
     assert one.events("step")[-1]["step"] < 102
     assert not [*one.out.glob("*profile*")]
+
+
+@pytest.fixture(scope="session")
+def blank_target(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> Path:
+    """The tiny target's folder without its weights."""
+    path = tmp_path_factory.mktemp("blank")
+    for file in tiny_target.iterdir():
+        if file.suffix != ".safetensors":
+            shutil.copy(file, path)
+    return path
+
+
+@pytest.mark.slow
+def test_a_made_up_target_is_the_same_for_threads_and_processes_and_the_drafter_says_so(job, blank_target):
+    wish = {"target__model": str(blank_target), "target__made_up": True, "split": "2t2d"}
+    threads, processes = job("threads", **wish), job("processes", isolation="processes", **wish)
+    for one in (threads, processes):
+        code, errors = one.run()
+        assert code == 0, errors
+        assert [e["message"] for e in one.events("warning") if e["code"] == "target.made_up"] == [made_up.SAID]
+        assert "weights were made up" in (one.out / "drafter" / "README.md").read_text()
+    assert threads.losses() == pytest.approx(processes.losses(), rel=1e-6)
+
+
+def test_acceptance_with_a_made_up_target_is_refused(job, blank_target, chats):
+    one = job(target__model=str(blank_target), target__made_up=True, eval__prompts=[str(chats)])
+    code, errors = one.run()
+    assert code == 2
+    assert "must be empty with target.made_up=true" in errors
+    assert len(errors.strip().splitlines()) == 1
 
 
 @pytest.mark.slow
