@@ -391,6 +391,20 @@ print(probe.notes[-1])
     assert ("was made thread-local" if VERSION <= (2, 13) else "nothing to do") in ended.stdout
 
 
+def test_what_compiling_needs_is_there_before_anybody_is_parked_for_it() -> None:
+    code = """
+import sys
+from dflash.probe import Probe
+from dflash.strategies import make
+
+for name, wanted in (("eager", False), ("locked", True)):
+    make(name, "cpu", Probe()).compile_forward(abs)
+    assert ("torch._inductor.compile_fx" in sys.modules) == wanted, name
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=SECONDS)
+    assert ended.returncode == 0, ended.stderr
+
+
 def test_eager_compiles_nothing(build: Callable[..., Strategy], probe: Probe) -> None:
     train_together(build("eager"), [[8, 9], [10]])
     totals = probe.counters()

@@ -9,6 +9,7 @@ nobody announced raise instead of run; the body is then repeated alone, and the 
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
@@ -32,7 +33,7 @@ class Parked(Strategy):
 
     def __init__(self, name: str, device_type: str, probe: Probe, backend: str = "inductor") -> None:
         super().__init__(name, device_type, probe, backend)
-        self._gate = Gate()
+        self._backend, self._gate = backend, Gate()
         self._warm: set[tuple[str, Hashable]] = set()
 
     def setup_process(self) -> None:
@@ -45,6 +46,9 @@ class Parked(Strategy):
         callback_handler.remove_start_callback(self._refuse)
 
     def compile_forward(self, forward: Callable[..., T]) -> Callable[..., T]:
+        if self._backend == "inductor":
+            # Some seconds, most of a warm start: now nobody is parked for it, and a target is at its first batch.
+            importlib.import_module("torch._inductor.compile_fx")
         return self._compile(forward) if self.name == "whole" else forward
 
     def run(self, worker: str, shape_class: Hashable, body: Callable[[], T]) -> T:
