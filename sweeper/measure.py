@@ -29,6 +29,7 @@ MEASURED = (
     "identical",
 )
 SIDES = ("target", "drafter")
+CLEAR_WAIT = 0.25  # share of the window from which waiting is told
 
 
 @dataclass(frozen=True)
@@ -298,6 +299,15 @@ def _learnt(done: list[Step], measured: list[Evaluation]) -> Learnt:
         anchors_mean=_mean(anchors),
         tau={e.set: {name: n for name, n in _numbers(e.told).items() if name in MEASURED} for e in measured},
     )
+
+
+def slower_side(targets_waited: float, drafters_waited: float) -> str:
+    """`targets` or `drafters`, whom the other side stood waiting for (shares of the window); empty where that is not
+    clear: neither waited long, or both did."""
+    longer, shorter = max(targets_waited, drafters_waited), min(targets_waited, drafters_waited)
+    if longer < CLEAR_WAIT or shorter > longer / 2:
+        return ""
+    return "drafters" if targets_waited > drafters_waited else "targets"
 
 
 def _waited(side: str, found: dict[str, list[Step]], measured: list[Evaluation]) -> float | None:

@@ -366,6 +366,49 @@ def test_the_conclusion_names_cause_levels_counts_and_certainty() -> None:
     }
 
 
+SPLITS = {"5t3d": (1.0, 0.0, 0.4), "6t2d": (1.08, 0.1, 0.05), "7t1d": (0.7, 0.6, 0.0), "4t4d": (1.0, 0.0, 0.5)}
+
+
+def splits(speeds: dict[str, float], blocks: int) -> str:
+    """What is said of a sweep over the splits; who waited is as in SPLITS."""
+    cells = grid(compile=["locked", "triton"], split=list(SPLITS))
+    runs = swept(cells, blocks, speed=lambda cell: speeds[cell["split"]])
+    waits = [SPLITS[run.levels["split"]][1:] for run in runs]
+    runs = [replace(run, targets_waited=t, drafters_waited=d) for run, (t, d) in zip(runs, waits, strict=True)]
+    return sentences(conclude(runs, DEFAULTS))
+
+
+def test_the_best_split_is_named_with_the_next_one_and_who_waited() -> None:
+    text = splits({split: speed for split, (speed, *_) in SPLITS.items()}, 8)
+    said = r"^The fastest split is 6t2d: 1\.\d+x (5t3d|4t4d) \(1\.0\d+ to 1\.1?\d+, 16 pairs\), which comes next; "
+    assert re.search(said, text, re.MULTILINE)
+    assert "there neither side is clearly the slower (targets waited 10 % of the time, drafters 5 %)." in text
+    assert "fastest compile" not in text, "two levels are ranked by the effect of one"
+
+
+def test_the_side_that_holds_the_best_split_back_is_named() -> None:
+    text = splits(dict.fromkeys(SPLITS, 1.0) | {"7t1d": 1.2}, 5)
+    assert "The fastest split is 7t1d: " in text
+    assert "there drafters are the slower side (targets waited 60 % of the time, drafters 0 %)." in text
+
+
+@pytest.mark.parametrize(("blocks", "said"), [(1, "once each)"), (6, "12 pairs)")])
+def test_splits_that_are_alike_have_no_fastest(blocks: int, said: str) -> None:
+    text = splits(dict.fromkeys(SPLITS, 1.0), blocks)
+    (line,) = [line for line in text.splitlines() if "fastest" in line]
+    assert re.match(r"No split is shown to be the fastest: \dt\dd leads, 1\.0\d+x \dt\dd \(", line)
+    assert said in line
+
+
+def test_one_run_a_split_ranks_nothing_for_sure_and_a_split_that_never_ran_beside_the_others_none() -> None:
+    cells = grid(split=list(SPLITS))
+    assert "No split is shown to be the fastest: 6t2d leads, 1.18x 5t3d (1 pair)." in sentences(
+        conclude(swept(cells, 1, speed=lambda cell: SPLITS[cell["split"]][0] ** 2), DEFAULTS)
+    )
+    apart = [replace(run, block=run.block + 9 * (run.levels["split"] == "6t2d")) for run in swept(cells, 3)]
+    assert "fastest" not in sentences(conclude(apart, DEFAULTS))
+
+
 def test_the_command_to_paste_keeps_what_the_sweep_was_told() -> None:
     cells = [{"wheel": "cu128", "cache": "warm"}, {"wheel": "cu130", "cache": "foreign"}]
     words = ["-m", "wheel=cu128,cu130", "data.path=my chats.jsonl", "repeat=3", "rerun=all", "compile=unlocked"]

@@ -27,8 +27,8 @@ def conclude(
 
     Keys: runs {total, told, cells, blocks, verdicts, skipped, ended_outside}; factors {name: levels}; failures, a list
     of {cause, share, waited, by_level, compared, told, exposed, spared, unequal, explanations, sure_factors, next};
-    confounded [{factor, differ}]; separate [command]; effects, interactions and noise (see `effects.Effect`); together,
-    the command that concludes from all runs of the store.
+    confounded [{factor, differ}]; separate [command]; effects, interactions and noise (see `effects.Effect`); fastest
+    [see `effects.Lead`]; together, the command that concludes from all runs of the store.
     """
     fixed = _fixed(records)
     records = only_varied(records)
@@ -56,6 +56,7 @@ def conclude(
         "confounded": [gap.to_dict() for gap in gaps],
         "separate": plan.lines(apart, blocks),
         "effects": [effect.to_dict() | {"clear": effect.clear} for effect in effects.main_effects(told, references)],
+        "fastest": [lead.to_dict() for lead in effects.fastest(told)],
         "interactions": [one.to_dict() | {"clear": one.clear} for one in effects.interactions(told, references)],
         "noise": noise.to_dict() if noise else None,
         "together": shlex.join(["python", "-m", "sweeper.analysis", store_of(command)]),

@@ -25,7 +25,8 @@ class Record:
     """One run that is over.
 
     levels: {factor: level}. block: the repeat. proved: the cache state as proved. started: Unix seconds. copy: the
-    second copy of the first cell, run to see the noise. sweep: which one made the run.
+    second copy of the first cell, run to see the noise. sweep: which one made the run. targets_waited, drafters_waited:
+    shares of the measured window.
     """
 
     levels: Mapping[str, str]
@@ -39,6 +40,8 @@ class Record:
     attempt: int = 1
     copy: bool = False
     waited: str = ""
+    targets_waited: float | None = None
+    drafters_waited: float | None = None
 
     @property
     def told(self) -> bool:
@@ -126,6 +129,8 @@ def _record(one: Attempt, levels: dict[str, str]) -> Record:
         attempt=one.number,
         copy=COPY in (one.run.get("cell") or {}),
         waited=_waited(verdict),
+        targets_waited=finite(figures.get("targets_waited")),
+        drafters_waited=finite(figures.get("drafters_waited")),
     )
 
 

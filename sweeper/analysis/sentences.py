@@ -7,6 +7,7 @@ from typing import Any
 
 from sweeper.analysis import failures
 from sweeper.analysis.conclude import MOST_GAPS
+from sweeper.measure import slower_side
 
 MOST_EFFECTS, MOST_UNCLEAR, MOST_CAUSES, MOST_OPEN, MOST_COMMANDS = 20, 8, 6, 4, 3
 COMMAND = "    python -m sweeper "
@@ -37,6 +38,7 @@ def sentences(found: Mapping[str, Any], stopped: str = "") -> str:
     lines += _told_confounded(found)
     if any(line.startswith(COMMAND) for line in lines):
         lines.append(f"Then, of all runs together: {found['together']}")
+    lines += _told_fastest(found["fastest"])
     lines += _told_effects(found)
     return "\n".join(lines) + "\n"
 
@@ -101,6 +103,32 @@ def _told_confounded(found: Mapping[str, Any]) -> list[str]:
         lines.append(f"Not told apart: {' and '.join(gap['differ'])} moved together ({one} against {other}).")
     said = [line for failure in found["failures"] for line in failure["next"]]
     return lines + _to_run("  To separate them, run:", [line for line in found["separate"] if line not in said])
+
+
+def _told_fastest(leads: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Of factors of many levels, which the effects against one of them do not rank, and of the split, where it matters
+    who waited for whom."""
+    lines = []
+    for lead in leads:
+        if lead["levels"] < 3 and lead["factor"] != "split":
+            continue
+        over = lead["over"]
+        (other,), factor, level = over["references"], lead["factor"], lead["level"]
+        if lead["clear"]:
+            said = f"The fastest {factor} is {level}: {_ratio(over, other)}, which comes next"
+        else:
+            said = f"No {factor} is shown to be the fastest: {level} leads, {_ratio(over, other)}"
+        lines.append(f"{said}{_starved(lead)}.")
+    return lines
+
+
+def _starved(lead: Mapping[str, Any]) -> str:
+    targets, drafters = lead["targets_waited"], lead["drafters_waited"]
+    if targets is None or drafters is None:
+        return ""
+    slower = slower_side(targets, drafters)
+    why = f"{slower} are the slower side" if slower else "neither side is clearly the slower"
+    return f"; there {why} (targets waited {targets:.0%} of the time, drafters {drafters:.0%})".replace("%", " %")
 
 
 def _told_effects(found: Mapping[str, Any]) -> list[str]:

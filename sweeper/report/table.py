@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from sweeper import store
-from sweeper.measure import finite
+from sweeper.measure import finite, slower_side
 
 ENDED = ("ok", "degraded")
 CONFIDENCE = 0.95
@@ -44,7 +44,6 @@ FIGURES = {
     "peak GB": ("peak_bytes", 2, 1e9),
     "tau": ("tau", 2, 1.0),
 }
-CLEAR_WAIT = 0.25  # share of the window from which waiting is told
 
 
 def rows(run_dirs: Iterable[Path]) -> list[dict[str, Any]]:
@@ -297,9 +296,8 @@ def _starving(row: dict[str, Any], where: str) -> list[str]:
     if not row["targets_waited"] or not row["drafters_waited"]:
         return []
     targets, drafters = row["targets_waited"]["median"], row["drafters_waited"]["median"]
-    if max(targets, drafters) < CLEAR_WAIT or min(targets, drafters) > max(targets, drafters) / 2:
+    if not (slower := slower_side(targets, drafters)):
         return []
-    slower = "drafters" if targets > drafters else "targets"
     told = f"targets waited {targets:.0%} of the window for room, drafters {drafters:.0%} for batches"
     return [f"{slower} are the slower side: {where}: {told}"]
 
