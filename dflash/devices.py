@@ -1,4 +1,4 @@
-"""Which device each worker has."""
+"""Which device each worker has, and the way there."""
 
 from __future__ import annotations
 
@@ -58,3 +58,8 @@ def place(job: JobSettings) -> Placement:
     devices = [torch.device("cuda", n % gpus) for n in range(wanted)]
     first = split.targets * each
     return Placement([tuple(devices[n : n + each]) for n in range(0, first, each)], devices[first:], cpu_threads)
+
+
+def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A CPU tensor on the device, without waiting for what that is at."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

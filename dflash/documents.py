@@ -43,7 +43,10 @@ def use(body: Any) -> None:
 
 @contextmanager
 def apart(position: Tensor) -> Iterator[None]:
-    """While the calling thread runs a decoder on rows with these positions [R, S], which restart in each document."""
+    """While the calling thread runs a decoder on rows with these positions [R, S], which restart in each document.
+
+    Read here and now, so they should lie on the CPU: on a GPU this would wait for all it has to do.
+    """
     rows, starts = (position == 0).nonzero(as_tuple=True)
     begins = [*zip(rows.tolist(), starts.tolist(), strict=True), (-1, 0)]
     _here.bounds = [

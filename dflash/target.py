@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from dflash import documents, made_up, models, settings
-from dflash.devices import compute_dtype
+from dflash.devices import compute_dtype, sent
 from dflash.fused import target as fused_target
 from dflash.settings import SettingError
 
@@ -76,7 +76,7 @@ class Target:
 
     @property
     def device(self) -> torch.device:
-        """Where `features` takes its input and leaves its output."""
+        """Where `features` leaves its output."""
         return self.devices[0]
 
     @property
@@ -205,7 +205,7 @@ class Target:
 
     @torch.no_grad()  # not inference_mode: the drafter's backward keeps features
     def features(self, tokens: torch.Tensor, document: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        """The taps' outputs side by side: [R, S, len(taps) * H] from int64 [R, S] each, all on `device`.
+        """The taps' outputs side by side: [R, S, len(taps) * H] from int64 [R, S] each, on the CPU; given on `device`.
 
         A whole target adds what its head reads as the last H columns. `document` is -1 on padding, which may
         only stand at a row's end; `position` restarts at 0 in every document. Padding is computed as a document
@@ -215,7 +215,8 @@ class Target:
         position = torch.where(padding, padding.cumsum(-1) - 1, position)
         kept: dict[int, torch.Tensor] = {}
         with self._tapped(kept), self._handed_over(), documents.apart(position):
-            last = self.body(input_ids=tokens, position_ids=position, use_cache=False).last_hidden_state
+            there = sent(tokens, self.device), sent(position, self.device)
+            last = self.body(input_ids=there[0], position_ids=there[1], use_cache=False).last_hidden_state
         parts = [kept[tap] for tap in self.taps] + [last] * self.whole
         return torch.cat([part.to(self.device) for part in parts], dim=-1)
 

@@ -228,7 +228,7 @@ needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_target_over_two_gpus_computes_the_same(name, whole):
     first, second = (torch.device("cuda", n) for n in range(2))
-    batch = [t.to(first) for t in pack(*ROWS)]
+    batch = pack(*ROWS)
     want = Target.from_model(make(name), [1, 5], [first], whole).features(*batch)
     target = Target.from_model(make(name), [1, 5], [first, second], whole)
     assert {p.device for p in target.body.parameters()} == {first, second}
@@ -236,7 +236,7 @@ def test_a_target_over_two_gpus_computes_the_same(name, whole):
         torch.testing.assert_close(one.features(*batch), want, rtol=1e-5, atol=1e-5)
     turned = target.replica([second, first])
     assert turned.embedding.device == second
-    got = turned.features(*(t.to(second) for t in batch)).to(first)
+    got = turned.features(*batch).to(first)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
@@ -315,7 +315,7 @@ def test_a_made_up_target_on_a_gpu_has_the_ends_of_a_drafters_process(tmp_path):
     assert (target.embedding.dtype, target.embedding.device) == (torch.bfloat16, gpu)
     assert torch.equal(target.embedding, ends.embedding)
     assert torch.equal(target.head, ends.head)
-    assert torch.isfinite(target.features(*(t.to(gpu) for t in pack(*ROWS)))).all()
+    assert torch.isfinite(target.features(*pack(*ROWS))).all()
 
 
 def test_default_taps_are_those_of_the_published_drafters():

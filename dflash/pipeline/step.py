@@ -12,11 +12,11 @@ from torch.autograd.function import once_differentiable
 
 from dflash.attention import DFlashMask
 from dflash.blocks import Blocks, acceptance_lengths, coverage, gamma_for, make_blocks
+from dflash.devices import sent
 from dflash.drafter import Drafter
 from dflash.loss import head_loss
 from dflash.pipeline import sums
 from dflash.pipeline.batch import Batch
-from dflash.pipeline.transfer import sent
 from dflash.settings import DISTILLING, JobSettings
 
 # Supervised slots are padded to a multiple, so that tensors come in few sizes and the allocator can reuse them.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dflash.pipeline.transfer import sent
+from dflash.devices import sent
 
 
 @dataclass

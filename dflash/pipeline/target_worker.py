@@ -11,7 +11,6 @@ import torch
 from dflash.pipeline.batch import Batch, BatchSource
 from dflash.pipeline.spans import span
 from dflash.pipeline.tools import Tools
-from dflash.pipeline.transfer import sent
 from dflash.target import Target
 
 # Batches that a device is given while the one before waits to be handed over: it never runs dry meanwhile.
@@ -62,9 +61,7 @@ def _give(tools: Tools, target: Target, batch: Batch) -> _Given:
     with tools.strategy.quiet(), span("target", device):
         if events:
             events[0].record(torch.cuda.current_stream(device))
-        features = target.features(
-            sent(batch.tokens, device), sent(batch.document, device), sent(batch.position, device)
-        )
+        features = target.features(batch.tokens, batch.document, batch.position)
         if events:
             events[1].record(torch.cuda.current_stream(device))
     return _Given(replace(batch, features=features), time.perf_counter() - began, events)

@@ -1,4 +1,4 @@
-"""Tensors between CPU and devices, without waiting for what a device is at.
+"""Features between devices, without waiting for what these are at.
 
 Features travel on streams of their own, so that they come while the device still computes on those before them.
 """
@@ -16,11 +16,6 @@ from dflash.pipeline.clock import Clock
 from dflash.pipeline.spans import span
 
 PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device of the process
-
-
-def sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """A CPU tensor on the device."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def carried(features: Tensor, device: torch.device) -> Tensor:
