@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     from dflash.data.prepare import prepare
     from dflash.models import folder
 
-    model = folder(arguments.target, arguments.models_dir)
+    model = folder(arguments.target, arguments.models_dir, weights=False)
     try:
         tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
         config = AutoConfig.from_pretrained(model, local_files_only=True)
