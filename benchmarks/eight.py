@@ -29,6 +29,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import blank_target
 import long_documents
 import numpy as np
 
@@ -41,7 +42,6 @@ from sweeper.report import table
 from sweeper.store import Attempt
 
 HERE = Path(__file__).parent
-TOKENIZER = HERE.parent / "tests" / "target" / "qwen3-small"
 INCIDENT_KTOK_S = 12.8
 STRATEGIES, BROKEN = ("triton", "locked", "whole"), ("unlocked", "firstlock", "suppressed")
 TINY_STRATEGIES = ("eager", "locked", "whole")
@@ -53,35 +53,6 @@ HARNESS_S = 6.0  # to start the harness
 # Seconds of a run of which none like it has ended yet, starting the harness included.
 AT_FIRST = {"speed": 75.0, "failures": 45.0}
 
-QWEN3_8B = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "attention_bias": False,
-    "dtype": "bfloat16",
-    "eos_token_id": 2,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "initializer_range": 0.02,
-    "intermediate_size": 12288,
-    "max_position_embeddings": 40960,
-    "num_attention_heads": 32,
-    "num_hidden_layers": 36,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000,
-    "tie_word_embeddings": False,
-    "vocab_size": 151936,
-}
-TINY = QWEN3_8B | {
-    "head_dim": 16,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 8,
-    "num_key_value_heads": 2,
-    "vocab_size": 4096,
-}
 TINY_SETTINGS = (
     *("device=cpu", "data.row_tokens=128", "drafter.layers=1", "drafter.block=8", "drafter.anchors=16"),
     *("train.queue_mib=0.1", "loss.chunk=128"),
@@ -177,11 +148,7 @@ def parts(splits: Sequence[str], tiny: bool) -> Iterator[Part]:
 def prepare(work: Path, options: argparse.Namespace) -> list[str]:
     """Make what is not there yet: the target's folder, the text, its tokens. Gives the settings that name them."""
     target, text, data = work / "target", work / "text.jsonl", work / "data"
-    target.mkdir(parents=True, exist_ok=True)
-    for file in TOKENIZER.glob("*"):
-        if file.name.startswith("tokenizer") or file.suffix == ".jinja":
-            shutil.copy(file, target)
-    (target / "config.json").write_text(json.dumps(TINY if options.tiny else QWEN3_8B, indent=1) + "\n")
+    blank_target.write(target, blank_target.TINY if options.tiny else blank_target.QWEN3_8B)
     if not data.is_dir():
         long_documents.write(text, target, *((40, 200) if options.tiny else (2000, 800)))
         words = ["--data", text, "--target", target, "--out", data]
@@ -271,13 +238,11 @@ def page(folder: Path) -> str:
 def report(work: Path, options: argparse.Namespace, left_out: dict[str, set[int]], began: float) -> dict[str, Any]:
     speed, broken = (attempts(work / name) for name in ("speed", "failures"))
     head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=HERE)
-    versions = [start for one in (*speed, *broken) if (start := first(one, "start"))]
+    start = next((event for one in (*speed, *broken) if (event := first(one, "start"))), {})
     return {
         "benchmark": "eight",
         "commit": options.commit or head.stdout.strip() or None,
-        "gpus": next((v["gpus"] for v in versions), []),
-        **{name: next((v.get(name) for v in versions), None) for name in ("python", "torch", "cuda", "triton")},
-        "transformers": next((v.get("transformers") for v in versions), None),
+        **{name: start.get(name) for name in ("gpus", "python", "torch", "cuda", "triton", "transformers")},
         "tiny": options.tiny,
         "settings": options.settings,
         "limit_s": options.limit,

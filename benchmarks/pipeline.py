@@ -34,8 +34,10 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # for workers that are processes too
-from step import QWEN3_8B, SHAPES, TINY, TINY_SHAPES, Shape, Sizes, machine
+import blank_target
+from step import SHAPES, TINY_SHAPES, Shape, machine
 
+from dflash import settings
 from dflash.data.dataset import Dataset
 from dflash.data.rows import Row
 from dflash.devices import Placement
@@ -58,63 +60,7 @@ from dflash.target import Target
 from sweeper.measure import figures
 
 WAYS = ("target", "drafter", "threads", "processes")
-SIZES = {"qwen3-8b": (QWEN3_8B, 36), "tiny": (TINY, 6)}  # of a target, by what stands in `target.model`; its layers
 WARM = 2  # steps of warm-up
-
-
-class MadeUpTarget(Target):
-    """A target with random weights, made on its device."""
-
-    @classmethod
-    def load(cls, target: Any, devices: Any, whole: bool = False) -> Target:
-        return made_up_target(target.model, devices[0], cls)
-
-    @classmethod
-    def outline(cls, target: Any, device: Any = None, whole: bool = False) -> Target:
-        return made_up_target(target.model, torch.device("meta"), cls)
-
-    @classmethod
-    def ends(cls, target: Any, device: Any, whole: bool = False) -> Target:
-        """As Target.ends, though what stands at the ends of another process's target is other numbers."""
-        outline = cls.outline(target)
-        like = outline.embedding
-        embedding, head = (torch.randn(like.shape, device=device).mul_(0.02).to(dtype(device)) for _ in range(2))
-        return replace(outline, embedding=embedding, head=head, devices=(device,))
-
-
-LOADED: dict[tuple[str, torch.device], Target] = {}  # one a process, for all turns
-
-
-def made_up_target(model: str, device: torch.device, kind: type[Target]) -> Target:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    if (model, device) not in LOADED:
-        sizes, layers = SIZES[model]
-        config = Qwen3Config(
-            hidden_size=sizes.hidden,
-            intermediate_size=sizes.intermediate,
-            num_hidden_layers=layers,
-            num_attention_heads=sizes.heads,
-            num_key_value_heads=sizes.kv_heads,
-            head_dim=sizes.head_dim,
-            vocab_size=sizes.vocabulary,
-            max_position_embeddings=40960,
-            tie_word_embeddings=False,
-            dtype=dtype(device),
-        )
-        usual = torch.get_default_dtype()
-        torch.set_default_dtype(dtype(device))
-        try:
-            with torch.device(device):
-                made = Qwen3ForCausalLM(config)
-        finally:
-            torch.set_default_dtype(usual)
-        LOADED[model, device] = kind.from_model(made, None, [device])
-    return LOADED[model, device]
-
-
-def dtype(device: torch.device) -> torch.dtype:
-    return torch.float32 if device.type == "cpu" else torch.bfloat16
 
 
 @dataclass(frozen=True)
@@ -141,24 +87,24 @@ class Bench:
 
     @classmethod
     def of(cls, shape: Shape, options: argparse.Namespace) -> Bench:
-        model, placement = options.model, options.placement
-        sizes: Sizes = SIZES[model][0]
-        features = shape.rows * shape.context * sizes.taps * sizes.hidden * dtype(placement.drafters[0]).itemsize
+        placement = options.placement
+        target = {"model": str(options.target), "made_up": True}
+        outline = Target.outline(settings.Target(**target), placement.targets[0][0])
+        features = shape.rows * shape.context * outline.width * outline.embedding.dtype.itemsize
         job = JobSettings.from_dict(
             {
                 "data": {"path": "-", "row_tokens": shape.context},
-                "target": {"model": model},
-                "drafter": {"block": shape.block, "anchors": shape.anchors, "layers": sizes.layers},
+                "target": target,
+                "drafter": {"block": shape.block, "anchors": shape.anchors, "layers": 2 if options.tiny else 5},
                 "train": {"rows": shape.rows, "steady_after": WARM, "save": False, "queue_mib": 2 * features / 2**20},
                 "compile": options.compile,
                 "device": "auto",
             }
         )
-        outline = MadeUpTarget.outline(job.target)
         geometry = Geometry.settle(job.drafter, outline)
-        variant = Variant("", job, geometry, sizes.vocabulary - 1, outline.taps, Path(), Path(), {})
-        data = Dataset(MadeUpRows(shape, sizes.vocabulary), {})
-        plan = Plan(job, Layout.of(job), data, {"": variant}, outline.width, dtype(placement.drafters[0]), {})
+        variant = Variant("", job, geometry, outline.vocab_size - 1, outline.taps, Path(), Path(), {})
+        data = Dataset(MadeUpRows(shape, outline.vocab_size), {})
+        plan = Plan(job, Layout.of(job), data, {"": variant}, outline.width, outline.embedding.dtype, {})
         return cls(plan, placement, options.compile)
 
     def run(self, way: str, steps: int, spans: bool = False) -> tuple[float, list[float], list[Any]]:
@@ -182,15 +128,15 @@ class Bench:
         return speed, seconds, [one for e in told if e["event"] == "spans" for one in e["spans"]]
 
     def _threads(self, plan: Plan, out: Path, events: EventWriter, probe: Probe) -> None:
-        run_in_threads(plan, self.placement, out, events, probe, threading.Event(), MadeUpTarget)
+        run_in_threads(plan, self.placement, out, events, probe, threading.Event())
 
     def _processes(self, plan: Plan, out: Path, events: EventWriter, probe: Probe) -> None:
-        run_in_processes(plan, self.placement, out, events, probe, threading.Event(), MadeUpTarget)
+        run_in_processes(plan, self.placement, out, events, probe, threading.Event())
 
     def _target(self, plan: Plan, out: Path, events: EventWriter, probe: Probe) -> float:
         devices = self.placement.targets[0]
         sink = Sink(plan.job.train.steps)
-        target = MadeUpTarget.load(plan.job.target, devices)
+        target = Target.load(plan.job.target, devices)
         self._worker(plan, sink, events, probe, lambda tools: run_target(tools, 0, target, source(plan)))
         taken = sink.taken[WARM - 1 :]
         return sum(tokens for _, tokens in taken[1:]) / (taken[-1][0] - taken[0][0]) / 1e3
@@ -200,7 +146,7 @@ class Bench:
         job = plan.job
         batch = source(plan).anchored(source(plan).batch(0), job.drafter.anchors)
         features = torch.randn(*batch.tokens.shape, plan.feature_width, device=device, dtype=plan.feature_dtype)
-        ends = MadeUpTarget.ends(job.target, device)
+        ends = Target.ends(job.target, device)
 
         def work(tools: Tools) -> None:
             made = make_drafter(variant, ends, tools.strategy, device)
@@ -268,6 +214,16 @@ class Again:
 
 def main() -> None:
     options = parse()
+    with tempfile.TemporaryDirectory() as folder:
+        options.target = Path(folder)
+        blank_target.write(options.target, blank_target.TINY if options.tiny else blank_target.QWEN3_8B)
+        results = measured(options)
+    if options.timeline:
+        draw(results, options.timeline)
+
+
+def measured(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The results of all shapes, written to the file after each."""
     began = time.perf_counter()
     results: list[dict[str, Any]] = []
     report: dict[str, Any] = {"benchmark": "pipeline", "compile": options.compile, "results": results}
@@ -283,8 +239,7 @@ def main() -> None:
         if options.json:  # after each shape, so that a run cut short leaves what it has
             Path(options.json).write_text(json.dumps(report, indent=1) + "\n")
         release()
-    if options.timeline:
-        draw(results, options.timeline)
+    return results
 
 
 def parse() -> argparse.Namespace:
@@ -306,7 +261,6 @@ def parse() -> argparse.Namespace:
         parser.error("needs a GPU, better two, and this machine shows none; --tiny runs a toy on CPU")
     on = [torch.device("cpu")] * 2 if options.tiny else [torch.device("cuda", n % gpus) for n in range(2)]
     options.placement = Placement([(on[0],)], [on[1]], cpu_threads=1 if options.tiny else 8)
-    options.model = "tiny" if options.tiny else "qwen3-8b"
     options.compile = options.compile or ("eager" if options.tiny else "triton")
     known = {s.name: s for s in (TINY_SHAPES if options.tiny else SHAPES)}
     for what, allowed in (("shapes", tuple(known)), ("ways", WAYS)):
