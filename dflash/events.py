@@ -65,16 +65,16 @@ class EventWriter:
     """Appends events to a file; any thread may call `emit`.
 
     Raises OSError from the constructor when the file cannot be opened. `emit` never raises on a full disk:
-    the job matters more than its report; `lost` counts what could not be written.
+    the job matters more than its report.
     """
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
-        self.lost = 0
+        self._torn = False  # whether a full disk took the beginning of the last line alone
         self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
-    def emit(self, event: str, **fields: Any) -> None:
-        """Write one event; `event` must be a key of KINDS."""
+    def emit(self, event: str, **fields: Any) -> bool:
+        """Write one event, whole; says whether that was possible. `event` must be a key of KINDS."""
         assert event in KINDS, event
         nonfinite: list[str] = []
         body = _finite(fields, "", nonfinite)
@@ -82,10 +82,15 @@ class EventWriter:
             body["nonfinite"] = nonfinite
         head = {"t": round(time.time(), 4), "event": event, "pid": os.getpid()}
         head["thread"] = threading.current_thread().name
+        line = (json.dumps(head | body, default=str) + "\n").encode()
+        if self._torn:
+            line = b"\n" + line  # or this one would be lost with the other
         try:
-            os.write(self._fd, (json.dumps(head | body, default=str) + "\n").encode())
+            written = os.write(self._fd, line)
         except OSError:
-            self.lost += 1
+            return False
+        self._torn = written < len(line)
+        return not self._torn
 
     def close(self) -> None:
         os.close(self._fd)

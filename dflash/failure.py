@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
@@ -12,16 +13,23 @@ from dflash.probe import Probe
 
 
 def report_failure(events: EventWriter, probe: Probe, worker: str, error: BaseException) -> None:
-    """Write the `failure` event: the error, who held the FX-tracing flag just before, every thread's stack."""
-    events.emit(
+    """Write the `failure` event: the error, who held the FX-tracing flag just before, every thread's stack.
+
+    The error goes to standard error where the event found no room: the log may have some, or lie elsewhere.
+    """
+    told = "".join(traceback.format_exception(error))
+    written = events.emit(
         "failure",
         worker=worker,
         type=type(error).__name__,
         message=str(error),
-        traceback="".join(traceback.format_exception(error)),
+        traceback=told,
         holders=probe.holders(time.time()),
         stacks=thread_stacks(),
     )
+    if not written:
+        with contextlib.suppress(OSError):
+            print(told, end="", file=sys.stderr, flush=True)
 
 
 def thread_stacks() -> str:

@@ -57,7 +57,7 @@ class Printed:
     which goes on from the highest number so far.
     """
 
-    def __init__(self, pattern: str, tokens: int, warmup_lines: int, emit: Callable[..., None]) -> None:
+    def __init__(self, pattern: str, tokens: int, warmup_lines: int, emit: Callable[..., object]) -> None:
         self._pattern, self._tokens, self._warmup_lines, self._emit = re.compile(pattern), tokens, warmup_lines, emit
         self._rest = b""
         self._lines = 0

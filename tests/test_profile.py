@@ -109,6 +109,24 @@ def test_a_profile_that_cannot_be_written_costs_the_profile_not_the_run(tmp_path
     assert "No space left" in told["message"]
 
 
+def test_a_trace_that_torch_could_not_write_holds_no_room(tmp_path, monkeypatch):
+    """On a full disk torch prints that it failed, and keeps open what it began until the process ends."""
+    begun = []
+
+    def full(_: object, path: str) -> None:
+        begun.append(os.open(f"{path}.tmp", os.O_WRONLY | os.O_CREAT))
+        os.write(begun[0], b"a beginning")
+
+    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", full)
+    for step in profiled(range(1, 9), tools(tmp_path, profile=3), CPU):
+        take(step)
+    assert os.fstat(begun[0]).st_size == 0
+    os.close(begun[0])
+    assert left(tmp_path) == set()
+    (told,) = events(tmp_path, "warning")
+    assert "torch could not write its trace" in told["message"]
+
+
 def test_a_profile_leaves_steps_to_measure():
     def checked(**train: int) -> JobSettings:
         job = JobSettings.from_dict({"data": {"path": "-"}, "target": {"model": "-"}, "train": train})

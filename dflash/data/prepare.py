@@ -19,7 +19,7 @@ from dflash.data.formats import BadRow, Conversation, Record
 from dflash.data.reader import Reader
 from dflash.settings import SettingError
 
-Progress = Callable[[int, int], None]
+Progress = Callable[[int, int], object]
 Encoded = list[list[Document] | BadRow]
 
 _BATCH = 256  # records tokenised at a time

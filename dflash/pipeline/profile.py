@@ -90,12 +90,26 @@ def _write(recorder: Any, steps: range, folder: Path, device: torch.device) -> N
     table = recorder.key_averages().table(sort_by=which, row_limit=ROWS, max_name_column_width=60)
     with tempfile.TemporaryDirectory(prefix=".profile-", dir=folder) as scratch:
         raw, packed, text = Path(scratch, "trace.json"), Path(scratch, TRACE), Path(scratch, TABLE)
-        recorder.export_chrome_trace(str(raw))
+        _export(recorder, raw)
         with open(raw, "rb") as plain, gzip.open(packed, "wb", compresslevel=5) as file:
             shutil.copyfileobj(plain, file)
         text.write_text(head + "".join(f"{line.rstrip()}\n" for line in table.splitlines()))
         for made in (packed, text):
             os.replace(made, folder / made.name)
+
+
+def _export(recorder: Any, raw: Path) -> None:
+    """torch's own writing of a trace. Raises OSError when that was not possible, which torch only prints.
+
+    What it began it then keeps open, and a disk has no room again for a file that is open: so that is emptied.
+    """
+    recorder.export_chrome_trace(str(raw))
+    if raw.is_file():
+        return
+    free = shutil.disk_usage(raw.parent).free
+    for begun in raw.parent.iterdir():
+        os.truncate(begun, 0)
+    raise OSError(f"torch could not write its trace to {raw.parent.parent}, where {free / 1e6:.1f} MB were left")
 
 
 def _warn(tools: Tools, error: Exception) -> None:
