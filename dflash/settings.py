@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import re
 import types
 import typing
@@ -171,7 +172,7 @@ class Optim:
             raise SettingError("optim.lr", self.lr, "must be between 0 and 10")
         if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):
             raise SettingError("optim.betas", self.betas, "must be two numbers from 0 to below 1")
-        if self.weight_decay < 0:
+        if not 0 <= self.weight_decay < math.inf:
             raise SettingError("optim.weight_decay", self.weight_decay, "must be 0 or more")
         if not self.clip > 0:
             raise SettingError("optim.clip", self.clip, "must be greater than 0")
@@ -220,8 +221,8 @@ class Train:
         if self.unmeasured >= self.steps:
             why = f"with train.steady_after={self.steady_after} measuring begins at step {self.unmeasured + 1}"
             raise SettingError("train.profile", self.profile, f"needs more than train.steps={self.steps}: {why}")
-        if not self.queue_mib > 0:
-            raise SettingError("train.queue_mib", self.queue_mib, "must be greater than 0")
+        if not 0 < self.queue_mib <= 1 << 20:
+            raise SettingError("train.queue_mib", self.queue_mib, f"must be more than 0 and at most {1 << 20}")
 
 
 @dataclass(kw_only=True)

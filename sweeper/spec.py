@@ -104,7 +104,7 @@ class Options:
             raise SettingError("detach", "true", "needs jobs to leave to themselves: hydra/launcher=slurm")
         if self.detach and self.width:
             raise SettingError("until", self.until, "needs the command to stay; detach=true leaves")
-        if self.grace < 0:
+        if not self.grace >= 0:
             raise SettingError("grace", self.grace, "must be 0 or more seconds")
         for stage, seconds in self.budget.items():
             if stage not in STAGES:
@@ -116,6 +116,8 @@ class Options:
                 raise SettingError("budget", self.budget, f"must give seconds for the stage {stage}")
         self.wheels.check()
         places.read(self.tracking, self.folder)
+        if not self.store:
+            raise SettingError("store", "''", "must be a folder")
         _check_store(self.folder)
 
 
