@@ -184,13 +184,13 @@ def trimmed(part: Part, work: Path, seconds: float, left_out: dict[str, set[int]
 
 
 def cost(there: Sequence[Attempt], part: Part, level: str) -> float:
-    """Seconds that a run will take: as the longest of its strategy and isolation, else as the longest there is."""
+    """Seconds that a run will take: as the longest so far of those most like it."""
     asked = {**part.others, part.factor: level}
     took = [(one.run["cell"], seconds) for one in there if (seconds := finite((one.verdict or {}).get("wall_s")))]
-    same = ("compile", "isolation", "cache")
-    alike = [seconds for cell, seconds in took if all(cell[name] == asked[name] for name in same)]
-    known = alike or [seconds for _, seconds in took]
-    return max(known) + HARNESS_S if known else AT_FIRST[part.store]
+    for same in (("compile", "isolation", "cache"), ("compile", "isolation"), ("isolation",), ()):
+        if known := [seconds for cell, seconds in took if all(cell[name] == asked[name] for name in same)]:
+            return max(known) + HARNESS_S
+    return AT_FIRST[part.store]
 
 
 def key(cell: dict[str, Any]) -> tuple[tuple[str, str], ...]:

@@ -49,7 +49,6 @@ class Post:
     cpu_threads: int
     channels: dict[tuple[int, int], Channel]
     stop: Any  # multiprocessing.Event
-    kind: type[Target]
     target: int | None = None
     seat: Seat | None = None
     averager: ProcessAverager | None = None
@@ -62,9 +61,8 @@ def run_in_processes(
     events: EventWriter,
     probe: Probe,
     stop: threading.Event,
-    kind: type[Target] = Target,
 ) -> str:
-    """Run a job to its end; gives its status (dflash.train.train). `kind` knows how targets are loaded."""
+    """Run a job to its end; gives its status (dflash.train.train)."""
     job, layout = plan.job, plan.layout
     size = (job.train.rows, job.data.row_tokens, plan.feature_width)
     context = torch.multiprocessing.get_context("spawn")
@@ -84,7 +82,6 @@ def run_in_processes(
         cpu_threads=placement.cpu_threads,
         channels=channels,
         stop=stopping,
-        kind=kind,
     )
     posts = [
         post(name=f"drafter{seat.worker}", devices=(device,), seat=seat, averager=averagers[seat.variant])
@@ -160,14 +157,14 @@ def _work(post: Post) -> None:
         strategy = make_strategy(job, post.devices[0].type, probe)
         tools = Tools(job, plan.layout, plan.done, post.channels, events, probe, strategy, post.stop.is_set)
         if post.target is not None:
-            target = post.kind.load(job.target, post.devices, whole_target(job))
+            target = Target.load(job.target, post.devices, whole_target(job))
             run_target(tools, post.target, target, BatchSource(plan.data.rows, job.train.rows, job.seed))
             spans.report(events)
             return
         assert post.seat is not None
         assert post.averager is not None
         variant = plan.variants[post.seat.variant]
-        ends = post.kind.ends(job.target, post.devices[0], whole_target(job))
+        ends = Target.ends(job.target, post.devices[0], whole_target(job))
         made = make_drafter(variant, ends, strategy, post.devices[0])
         evaluation = Evaluation(job, post.devices[0]) if job.eval.prompts and post.seat.rank == 0 else None
         status = draft(tools, Work(post.seat, variant, *made, post.averager, evaluation, ends, plan.facts_of(variant)))

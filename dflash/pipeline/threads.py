@@ -36,15 +36,14 @@ def run_in_threads(
     events: EventWriter,
     probe: Probe,
     stop: threading.Event,
-    kind: type[Target] = Target,
 ) -> str:
-    """Run a job to its end; gives its status (dflash.train.train). `kind` knows how targets are loaded."""
+    """Run a job to its end; gives its status (dflash.train.train)."""
     job, layout = plan.job, plan.layout
     strategy = make_strategy(job, placement.kind, probe)
     targets: list[Target] = []  # replicas share their frozen weights where they stand on one device
     for number, devices in enumerate(placement.targets):
         first = not targets
-        targets.append(kind.load(job.target, devices, whole_target(job)) if first else targets[0].replica(devices))
+        targets.append(Target.load(job.target, devices, whole_target(job)) if first else targets[0].replica(devices))
         events.emit("progress", what="targets", done=number + 1, total=layout.targets)
     channels = {pair: ThreadChannel(channel_limit(job)) for pair in layout.pairs}
     averagers = {name: ThreadAverager(layout.ranks) for name in layout.variants}
