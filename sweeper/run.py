@@ -18,7 +18,7 @@ from sweeper.caches import snapshots
 from sweeper.leases import Lease
 from sweeper.measure import figures
 from sweeper.spec import Options, Run
-from sweeper.verdict import Evidence, judge
+from sweeper.verdict import Evidence, Verdict, judge, named
 
 LEASE_POLL_S = 0.5
 
@@ -244,6 +244,8 @@ def _run_child(record: _Record, missed: snapshots.Fault | None) -> dict[str, Any
     own = {name: workload.fill(word, told) for name, word in run.workload.env.items()}
     env = supervisor.environment(folder, own | caches.environment(record.caches) | _wheel(record) | _devices(record))
     record.open(argv, env)
+    if changed := run.changed():
+        return _of_other_code(record, changed)
     start = _fill_caches(record, missed)
     _take_checkpoints(record)
     session.tracking.start(folder)
@@ -289,6 +291,14 @@ def _devices(record: _Record) -> dict[str, str]:
     """The GPUs of the run's lease and no other."""
     chosen = record.lease.devices if record.lease else None
     return {} if chosen is None else {"CUDA_VISIBLE_DEVICES": ",".join(chosen)}
+
+
+def _of_other_code(record: _Record, changed: list[str]) -> dict[str, Any]:
+    """The verdict of a run that would not be what it is named after, for its code was changed since it was planned."""
+    more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+    why = f"{changed[0]}{more} changed since the sweep began; started again it runs what is there now"
+    store.close(record.folder, Verdict("skipped", named("sweep.code_changed", why, "code changed"), why))
+    return store.attempt(record.folder).verdict or {}
 
 
 def _unbuilt(record: _Record) -> dict[str, Any]:

@@ -134,6 +134,13 @@ class Run:
     role: str = "cell"  # cell | prime
     skip: str = ""
     cache_wheel: wheels.Wheel | None = None  # whose caches cache=foreign starts from
+    code: dict[str, str] = field(default_factory=dict)  # what its code was when it was planned: file -> content's hash
+
+    def changed(self) -> list[str]:
+        """Files of its code that are not what they were when it was planned; one that is not to be had here is not
+        counted: in a container it may lie elsewhere.
+        """
+        return [path for path, known in self.code.items() if os.path.isfile(path) and _digest(path) != known]
 
     @property
     def cell_id(self) -> str:
@@ -313,6 +320,7 @@ def _run(config: Composed, swept: Iterable[str], options: Options, failures: Map
         facts=_facts(spec, workload, wheel),
         skip=skip,
         cache_wheel=cache_wheel,
+        code={os.path.abspath(path): _file_hash(os.path.abspath(path)) for path in _sources(workload)},
     )
 
 
@@ -427,11 +435,7 @@ def _facts(spec: dict[str, Any], workload: Workload, wheel: wheels.Wheel) -> dic
         settings["target"]["model"] = named
         code = _package_hash("dflash")
     else:
-        # Programs only: what else a command names may be its output, which must not make it another run.
-        words = (*workload.argv, *workload.standalone)
-        programs = [word for word in words if word.endswith((".py", ".sh")) or word == workload.argv[0]]
-        files = sorted(path for path in {*programs, *workload.code} if os.path.isfile(path))
-        code = _hash([[path, _file_hash(os.path.abspath(path))] for path in files])
+        code = _hash([[path, _file_hash(os.path.abspath(path))] for path in _sources(workload)])
     return {
         "workload": workload.name,
         "argv": list(workload.argv),
@@ -443,12 +447,26 @@ def _facts(spec: dict[str, Any], workload: Workload, wheel: wheels.Wheel) -> dic
     }
 
 
+def _sources(workload: Workload) -> list[str]:
+    """The files whose content makes a run of this workload another run."""
+    if workload.is_trainer:
+        return list(map(str, _package("dflash")))
+    # Programs only: what else a command names may be its output, which must not make it another run.
+    words = (*workload.argv, *workload.standalone)
+    programs = [word for word in words if word.endswith((".py", ".sh")) or word == workload.argv[0]]
+    return sorted(path for path in {*programs, *workload.code} if os.path.isfile(path))
+
+
 @functools.cache
-def _package_hash(name: str) -> str:
+def _package(name: str) -> list[Path]:
     found = importlib.util.find_spec(name)
     roots = [Path(place) for place in (found and found.submodule_search_locations) or ()]
-    files = sorted(path for root in roots for path in root.rglob("*.py"))
-    return _hash([[path.name, _file_hash(str(path))] for path in files])
+    return sorted(path for root in roots for path in root.rglob("*.py"))
+
+
+@functools.cache
+def _package_hash(name: str) -> str:
+    return _hash([[path.name, _file_hash(str(path))] for path in _package(name)])
 
 
 def _drafter_hash(folder: str) -> str:
@@ -459,6 +477,10 @@ def _drafter_hash(folder: str) -> str:
 
 @functools.cache
 def _file_hash(path: str) -> str:
+    return _digest(path)
+
+
+def _digest(path: str) -> str:
     with open(path, "rb") as file:
         return "sha256:" + hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -39,7 +39,7 @@ PROFILES = "profile*"  # what a command left in its {out} under such a name is s
 UNRECORDED_S = 60.0
 # Ends that come from outside and say nothing of the run: it is done again by itself.
 UNFINISHED = (
-    *("sweep.interrupted", "sweep.harness_died", "scheduler.refused"),
+    *("sweep.interrupted", "sweep.harness_died", "sweep.code_changed", "scheduler.refused"),
     *("scheduler.preempted", "scheduler.node_failed", "scheduler.cancelled"),
 )
 RESUMED = (*UNFINISHED, "scheduler.time_limit")  # after which another attempt takes over the checkpoints

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import json
 import os
@@ -93,6 +94,8 @@ def build_wheels(plan: Plan, options: spec.Options, interrupts: Interrupts) -> d
 
 def _carry_out(plan: Plan, options: spec.Options, interrupts: Interrupts) -> tuple[dict[str, str], bool]:
     """Run what is not done; returns the verdict per identity, and whether every run that was wanted has one."""
+    if plan.waiting:
+        _load_what_comes_last(options)
     with opened(plan, options, interrupts) as session:
         why = ""
         wanted: list[spec.Run] = []
@@ -115,6 +118,14 @@ def _carry_out(plan: Plan, options: spec.Options, interrupts: Interrupts) -> tup
             return {}, True
         found = conclude(wanted, session, why)
         return found, all(one.identity in found for one in wanted)
+
+
+def _load_what_comes_last(options: spec.Options) -> None:
+    """Import what a sweep needs at its end: by then its files may have been changed, and not fit what is loaded."""
+    for name in ("analysis.conclude", "analysis.records", "analysis.sentences", "analysis.stopping", "report.page"):
+        importlib.import_module(f"sweeper.{name}")
+    if options.report:
+        importlib.import_module("sweeper.report.charts")
 
 
 def _with_slurm(runs: Sequence[spec.Run], session: run.Session) -> int:

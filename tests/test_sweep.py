@@ -102,6 +102,22 @@ def test_a_cell_that_cannot_run_here_is_skipped_with_its_reason(tmp_path: Path) 
     assert len(runs(store)) == 1
 
 
+def test_code_that_is_changed_while_a_sweep_runs_is_not_run_under_its_old_name(tmp_path: Path) -> None:
+    script, store = tmp_path / "train.py", tmp_path / "store"
+    script.write_text("from pathlib import Path\nPath(__file__).write_text('print(2)')\n")
+    words = ["-m", "workload=command", f"workload.argv=['{{python}}','{script}','{{seed}}']", "seed=1,2", "order=given"]
+    done = sweeper(store, *words)
+    assert done.returncode == 0
+    first, second = (runs(store)[name] for name in sorted(runs(store)))
+    assert first["verdict"] == "ok"
+    assert (second["verdict"], second["signature"]["cause"]) == ("skipped", "sweep.code_changed")
+    assert second["reason"].startswith(f"{script} changed since the sweep began")
+    assert "Nothing failed in 1 run" in done.stdout
+    assert "1 of 2 runs are done already" not in sweeper(store, *words).stderr, "other code is other runs"
+    found = [one["verdict"] for one in runs(store).values()]
+    assert sorted(found) == ["ok", "ok", "ok", "skipped"]
+
+
 def test_strict_turns_a_bad_cell_into_status_3(tmp_path: Path) -> None:
     store = tmp_path / "store"
     assert sweeper(store, *workload("exit3")).returncode == 0
