@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 import signal
 import statistics
@@ -47,7 +48,7 @@ STRATEGIES, BROKEN = ("triton", "locked", "whole"), ("unlocked", "firstlock", "s
 TINY_STRATEGIES = ("eager", "locked", "whole")
 UNION = "all"  # the sweep that all runs of a store are shown as
 GROUPS = 6  # of consecutive steps, whose speeds give a run's own interval
-LONGEST = 6000  # characters of a traceback or of stacks
+LONGEST = 30_000  # characters of a traceback or of stacks
 END_S = 20.0  # for the reports
 HARNESS_S = 6.0  # to start the harness
 # Seconds of a run of which none like it has ended yet, starting the harness included.
@@ -354,8 +355,28 @@ def way(one: Attempt) -> dict[str, Any]:
         **{name: signature.get(name) for name in ("fingerprint", "evidence", "remedy")},
         **{name: failure.get(name) for name in ("worker", "type", "message", "holders")},
         "traceback": str(failure.get("traceback") or "")[-LONGEST:],
-        "stacks": stacks[-LONGEST:],
+        "stacks": to_blame(stacks, one, failure, str(signature.get("evidence") or ""))[:LONGEST],
     }
+
+
+def to_blame(stacks: str, one: Attempt, failure: dict[str, Any], evidence: str) -> str:
+    """Of a dump the stacks of threads that the evidence names, of those that held the tracing flag, and of the other
+    drafters, in this order; all of it where none of them is found."""
+    told = EventReader(one.folder / EVENTS_FILE).poll()
+    drafters = [event for event in told if event["event"] == "thread" and event.get("role") == "drafter"]
+    words = [
+        re.findall(r"0x[0-9a-f]+|\b\d{3,}\b", evidence),
+        [str(holder.get("thread")) for holder in failure.get("holders") or ()],
+        [str(event["name"]) for event in drafters] + [str(event["ident"]).removeprefix("0x") for event in drafters],
+    ]
+    blocks = re.split(r"^(?=Thread |Current thread )", stacks, flags=re.MULTILINE)
+    found: dict[str, None] = {}
+    for several in words:
+        for block in blocks:
+            head = block.partition("\n")[0]
+            if any(re.search(rf"{re.escape(word)}\b", head) for word in several):
+                found[block] = None
+    return "".join(found) or stacks
 
 
 def first(one: Attempt, kind: str) -> dict[str, Any]:
