@@ -94,6 +94,9 @@ def _signature(match: Match, printed: str = "") -> Signature:
 def _judge(run: Evidence) -> Verdict:
     if run.ended_by == "skipped":
         return Verdict("skipped", None, run.reason)
+    if run.ended_by == "interrupt" and run.exit_code == 0 and _said(run) == "ok":
+        # It came when all was done, and took nothing away. A command that ends with 0 when asked has no such last word.
+        run = dataclasses.replace(run, ended_by="itself", reason="")
     if run.ended_by == "interrupt":
         reason = f"{run.reason or 'interrupted'}{_checkpoint(run)}"
         return Verdict("killed", named(run.asked or "sweep.interrupted", run.reason or "interrupted"), reason)

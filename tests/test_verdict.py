@@ -136,6 +136,13 @@ def test_exit_0_without_a_last_word_is_a_failure() -> None:
     assert (stopped.verdict, cause(stopped)) == ("killed", "sweep.interrupted")
 
 
+def test_an_interrupt_that_came_when_all_was_done_costs_nothing() -> None:
+    late = {"ended_by": "interrupt", "reason": "interrupted"}
+    assert given_run(events=events(), **late) == Verdict("ok", None, "")
+    assert cause(given_run(**late)) == "sweep.interrupted", "a command that ends with 0 when asked"
+    assert cause(given_run(events=events(), **late, exit_code=None, signal=9)) == "sweep.interrupted"
+
+
 @pytest.mark.parametrize("ends", [{"exit_code": 75}, {"exit_code": 143}, {"exit_code": 0}])
 @pytest.mark.parametrize("status", ["requeue", "interrupted"])
 def test_a_job_that_was_asked_to_end_is_no_failure(ends: dict[str, Any], status: str) -> None:
