@@ -1,6 +1,7 @@
 """What a drafter worker counts as speed."""
 
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -137,23 +138,46 @@ class Taken(list):
         return len(self) >= 4
 
 
-def test_a_target_that_is_a_batch_ahead_of_itself_hands_over_the_same_ones(tmp_path, monkeypatch):
-    """As on a GPU, which has its next batch to do before the last one is handed over."""
-    values = {"data": {"path": "-", "row_tokens": 16}, "target": {"model": "-"}}
-    job = JobSettings.from_dict(values)
+def make_batches(tmp_path, features):
+    """What a target with these features hands over until its drafter leaves."""
+    job = JobSettings.from_dict({"data": {"path": "-", "row_tokens": 16}, "target": {"model": "-"}})
     tokens = np.arange(16)
     row = Row(tokens, tokens >= 0, tokens * 0, tokens, 16)
     source = BatchSource(SimpleNamespace(row=lambda number: replace(row, tokens=tokens + number)), 1, 0)
-    target = SimpleNamespace(device=torch.device("cpu"), features=lambda tokens, document, position: tokens[..., None])
+    target = SimpleNamespace(device=torch.device("cpu"), features=features)
     events = EventWriter(tmp_path / "events.jsonl")
     probe = Probe(events)
     strategy = strategies.make("eager", "cpu", probe)
+    channel = Taken()
+    tools = Tools(job, Layout.of(job), {"": 0}, {(0, 0): channel}, events, probe, strategy, lambda: False)
+    run_target(tools, 0, target, source)
+    return channel
+
+
+def test_a_target_that_is_a_batch_ahead_of_itself_hands_over_the_same_ones(tmp_path, monkeypatch):
+    """As on a GPU, which has its next batch to do before the last one is handed over."""
     handed = []
     for ahead in (0, 1):
         monkeypatch.setitem(target_worker.AHEAD, "cpu", ahead)
-        channel = Taken()
-        tools = Tools(job, Layout.of(job), {"": 0}, {(0, 0): channel}, events, probe, strategy, lambda: False)
-        run_target(tools, 0, target, source)
+        channel = make_batches(tmp_path, lambda tokens, document, position: tokens[..., None])
         handed.append([(b.index, b.features.flatten().tolist(), b.anchors.tolist()) for b in channel])
     assert handed[0] == handed[1]
     assert [(index, features[0]) for index, features, _ in handed[0]] == [(0, 0), (1, 1), (2, 2), (3, 3)]
+
+
+@pytest.mark.parametrize(("last", "ends"), [(4, True), (3, False)])
+def test_only_a_batch_that_somebody_waits_for_can_fail_a_target(tmp_path, monkeypatch, last, ends):
+    """The drafter leaves with four batches; a target ahead of itself is at a fifth by then."""
+    monkeypatch.setitem(target_worker.AHEAD, "cpu", 1)
+    made, channel = [], []
+    monkeypatch.setattr(Taken, "left", property(lambda self: len(made) > 4))
+
+    def features(tokens, document, position):
+        made.append(tokens)
+        if len(made) > last:
+            raise RuntimeError("out of memory")
+        return tokens[..., None]
+
+    with nullcontext() if ends else pytest.raises(RuntimeError, match="out of memory"):
+        channel = make_batches(tmp_path, features)
+    assert [b.index for b in channel] == ([0, 1, 2] if ends else [])

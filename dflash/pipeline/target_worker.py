@@ -26,14 +26,17 @@ def run_target(tools: Tools, number: int, target: Target, source: BatchSource) -
     """
     tools.announce("target", number, target.device)
     tools.strategy.setup_thread()
-    channels = [channel for (target, _), channel in tools.channels.items() if target == number]
+    channels = [channel for (maker, _), channel in tools.channels.items() if maker == number]
     given: deque[_Given] = deque()
-    for index in tools.layout.made_by(number, min(tools.done.values())):
-        if all(channel.left for channel in channels):
-            break
-        given.append(_give(tools, target, source.batch(index)))
-        while len(given) > AHEAD.get(target.device.type, 0):
-            _hand_over(tools, number, source, given.popleft().finished())
+    batches = tools.layout.made_by(number, min(tools.done.values()))
+    while not all(channel.left for channel in channels):
+        try:
+            given.append(_give(tools, target, source.batch(next(batches))))
+            while len(given) > AHEAD.get(target.device.type, 0):
+                _hand_over(tools, number, source, given.popleft().finished())
+        except Exception:
+            if not all(channel.left for channel in channels):  # else nobody wanted that batch
+                raise
 
 
 @dataclass(frozen=True)
