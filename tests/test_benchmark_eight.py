@@ -1,28 +1,24 @@
 """The benchmark for eight GPUs: in which order it asks, what it leaves out, what its file tells of made-up runs."""
 
-import importlib
 import json
 import re
 import sys
-from pathlib import Path
 
 import pytest
+from benchmark_module import FOLDER, benchmark_module
 from made_up import events, proof, write_run
 
 from sweeper import machine
 
-FOLDER = Path(__file__).parent.parent / "benchmarks"
 SPLITS = ("5t3d", "6t2d", "7t1d", "4t4d")
 DRAFTERS = ("drafter0", "drafter1", "drafter2")
 CELL = {"wheel": "current", "cache": "cold", "compile": "triton", "split": "5t3d", "isolation": "threads"}
 
 
 @pytest.fixture
-def benchmark(monkeypatch):
-    monkeypatch.setattr(sys, "path", [str(FOLDER), *sys.path])
-    yield importlib.import_module("eight")
-    for name in ("eight", "blank_target", "long_documents"):
-        sys.modules.pop(name, None)
+def benchmark():
+    with benchmark_module("eight") as module:
+        yield module
 
 
 def measured(store, repeat=1, **levels):

@@ -1,25 +1,19 @@
 """The benchmark of the pipeline runs on any machine, in toy sizes: each stage alone, threads, processes, a picture."""
 
-import importlib
 import json
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from benchmark_module import benchmark_module
 
 from dflash.devices import Placement
 
-FOLDER = Path(__file__).parent.parent / "benchmarks"
-
 
 @pytest.fixture
-def benchmark(monkeypatch):
-    """The module; workers that are processes find it where this process does."""
-    monkeypatch.setattr(sys, "path", [str(FOLDER), *sys.path])
-    yield importlib.import_module("pipeline")
-    for name in ("pipeline", "step", "blank_target"):
-        sys.modules.pop(name, None)
+def benchmark():
+    with benchmark_module("pipeline") as module:
+        yield module
 
 
 @pytest.mark.slow
