@@ -35,6 +35,7 @@ kernels = pytest.mark.skipif(not RUNS_HERE, reason="run in Triton's interpreter,
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 if RUNS_HERE:
+    from dflash.attention.alike import attend_alike, lines
     from dflash.attention.triton import Ranges, _attention, attend_triton, prepare_ranges
 
 
@@ -129,6 +130,73 @@ def assert_exact(mask: DFlashMask, q_k_v: list[torch.Tensor], grad: torch.Tensor
 def test_outputs_and_gradients_are_those_of_dense_attention(case) -> None:
     mask, heads, dtype, loudness, seed = case
     assert_exact(mask, *inputs(mask, heads, dtype, seed, loudness))
+
+
+def questions(mask: DFlashMask) -> torch.Tensor:
+    """A number for each slot's query, int64 [R, Q]: one for all at one token of a document, anchors apart."""
+    seen: dict[tuple[int, ...], int] = {}
+    document, anchors = mask.document.tolist(), mask.anchors.tolist()
+
+    def question(r: int, i: int, k: int) -> int:
+        a = anchors[r][i]
+        same = (r, i, k) if k == 0 or a < 0 else (r, document[r][a], a + k, -1)
+        return seen.setdefault(same, len(seen))
+
+    return torch.tensor(
+        [[question(r, i, k) for i in range(len(row)) for k in range(mask.block)] for r, row in enumerate(anchors)]
+    )
+
+
+def assert_alike(mask: DFlashMask, q_k_v: list[torch.Tensor], grad: torch.Tensor) -> None:
+    """Queries drawn from a table, of which the gradient is asked; the first lines of `q` are the table."""
+    number = questions(mask).to(DEVICE)
+    mask = on(mask, DEVICE)
+    q, k, v = q_k_v
+    table = q.detach().transpose(1, 2).flatten(0, 1)[: int(number.max()) + 1].contiguous().requires_grad_()
+
+    def asked(table: torch.Tensor) -> torch.Tensor:
+        return table[number].transpose(1, 2)
+
+    out = attend_alike(asked(table), k, v, prepare_ranges(mask))
+    got = [out, *torch.autograd.grad(out, (table, k, v), grad)]
+    wide = [x.detach().double().requires_grad_() for x in (table, k, v)]
+    reference = attend_dense(asked(wide[0]), wide[1], wide[2], visible(mask))
+    wanted = [reference, *torch.autograd.grad(reference, wide, grad.double())]
+    largest = 1e-5 if grad.dtype == torch.float32 else 1e-2
+    for name, one, other in zip(("out", "dq", "dk", "dv"), got, wanted, strict=True):
+        assert one.dtype == grad.dtype
+        assert error(one, other) < largest, name
+    empty = (mask.anchors < 0).repeat_interleave(mask.block, dim=1)[:, None, :, None]
+    assert not out.masked_fill(~empty, 0).any()
+
+
+@kernels
+@given(cases())
+@settings(max_examples=30 if INTERPRETED else 8, deadline=None)
+def test_slots_with_one_query_share_what_they_see(case) -> None:
+    mask, heads, dtype, loudness, seed = case
+    assert_alike(mask, *inputs(mask, heads, dtype, seed, loudness))
+
+
+@kernels
+@pytest.mark.parametrize("window", [None, 16, 17, 90])
+@pytest.mark.parametrize("near", [1, 3, 20])
+def test_shared_questions_are_few_and_every_slot_finds_its_own(near: int, window: int | None) -> None:
+    """Anchors one, three and twenty tokens apart, over a document's end, at a row's end, and one twice."""
+    document = torch.tensor([[0] * 200 + [1] * 150])
+    anchors = [[40 + near * i for i in range(7)] + [190, 196, 203, 349, 349, -1]]
+    mask = DFlashMask(document, torch.tensor(anchors), 16, window)
+    assert_alike(mask, *inputs(mask, (2, 1, 64), FULL, seed=7))
+    if window == 16:
+        return  # nothing is shared
+    made = lines(prepare_ranges(on(mask, DEVICE)), 350)
+    there = made.seen.anchor[0].tolist()
+    count = len(set(questions(mask)[0, : 12 * 16].tolist()))
+    assert all(b >= 0 for b in there[:count])
+    assert set(there[count:]) == {-1}
+    assert there[:count] == sorted(there[:count])
+    number, source, place = questions(mask)[0], made.source[0].long().cpu(), made.place[0].long().cpu()
+    assert torch.equal(number[source[place]][: 12 * 16], number[: 12 * 16])
 
 
 @kernels

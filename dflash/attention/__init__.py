@@ -2,7 +2,8 @@
 
 Each has two halves. `prepare` turns a DFlashMask into what every layer of a step shares (a boolean tensor, flex's
 BlockMask, the kernels' Ranges); `attend` is one layer's attention. Strategies choose the pair and compile what must
-be. `triton` is imported only where it is wanted, as not every build of torch comes with the package it needs.
+be. The kernels have a second `attend` (`alike`) for the first layer, whose queries repeat. `triton` is imported only
+where it is wanted, as not every build of torch comes with the package it needs.
 """
 
 from dflash.attention.dense import attend_dense

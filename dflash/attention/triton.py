@@ -53,11 +53,16 @@ def attend_triton(q: Tensor, k: Tensor, v: Tensor, seen: Ranges) -> Tensor:
     Gives a [R, Hq, Q, d] view of a [R, Q, Hq, d] tensor, as the next projection wants it. Raises ValueError where
     the kernels have no tiles for the head dimension.
     """
+    check_width(q)
+    return _attention(q, k, v, seen.anchor, seen.first, seen.tiles, seen.block, seen.window)[0]
+
+
+def check_width(q: Tensor) -> None:
+    """Raises ValueError where the kernels have no tiles for the head dimension."""
     if q.shape[-1] not in KERNEL_WIDTHS:
         raise ValueError(
             f"drafter.head_dim={q.shape[-1]}: compile=triton takes one of {', '.join(map(str, KERNEL_WIDTHS))}"
         )
-    return _attention(q, k, v, seen.anchor, seen.first, seen.tiles, seen.block, seen.window)[0]
 
 
 @torch.library.custom_op("dflash::ranges", mutates_args=())

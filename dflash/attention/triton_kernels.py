@@ -128,8 +128,8 @@ def longest_keys(keys, out, length, KEYS: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def forward(
-    q, keys, values, out, lse, anchor, first, longest_key,
-    q_r, q_h, q_s, o_r, o_h, o_s,
+    q, keys, values, out, lse, anchor, first, longest_key, source, begun, begun_lse, place,
+    q_r, q_h, q_s, o_r, o_h, o_s, b_r, b_h, b_s,
     group, context, slots, padded_slots, blocks, window, scale, limit,
     M: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, B: tl.constexpr, PACK: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -138,6 +138,10 @@ def forward(
 
     A tile holds PACK query heads of one key head times M / PACK slots: its rows then share few anchors, and hardly a
     key tile but the last is partly hidden. The last tiles come first, since late anchors see most.
+
+    With `source` int32 [R, Q] a row's query is that of slot source[r, s], and no keys of its own block belong to it
+    (alike.py: then B is 1). A row that sees nothing gives 0 and HIDDEN. With `begun`, `begun_lse` and `place` int32
+    [R, Q] a row goes on from line place[r, s] of what such a call gave.
 
     Softmax needs its maximum only so that nothing overflows. No score exceeds |q| |k|; where that bound, with the
     longest key of `longest_keys`, stays below `limit`, the tiles that are seen in full do without a maximum and
@@ -152,17 +156,31 @@ def forward(
     slot = tile * SLOTS + tl.arange(0, M) % SLOTS
     low, high, block = _slots(anchor, first, row, slot, blocks, window, B)
     start, count, a, b = _context_tiles(low, high, KEYS)
-    own_start, own_count = _own_tiles(tile * SLOTS, SLOTS, context, slots, KEYS, B)
+    there = slot < slots
+    asks = slot
+    own_start, own_count = context, 0
+    if source is None:
+        own_start, own_count = _own_tiles(tile * SLOTS, SLOTS, context, slots, KEYS, B)
+    else:
+        there = there & (high >= 0)
+        asks = tl.load(source + row * slots + slot, mask=there, other=0)
 
     d = tl.arange(0, D)
-    there = slot < slots
-    at = q + row * q_r + head * q_h + slot.to(tl.int64) * q_s
+    at = q + row * q_r + head * q_h + asks.to(tl.int64) * q_s
     query = tl.load(at[:, None] + d[None, :], mask=there[:, None], other=0.0)
     longest = tl.max(tl.sum(query.to(tl.float32) * query.to(tl.float32), 1))
     bound = tl.sqrt(longest * tl.load(longest_key + row * (tl.num_programs(1) // packs) + key_head)) * scale
-    top = tl.full([M], HIDDEN, tl.float32)
-    total = tl.zeros([M], tl.float32)
-    acc = tl.zeros([M, D], tl.float32)
+    lines = (row * (tl.num_programs(1) * PACK) + head) * padded_slots
+    if begun is None:
+        top = tl.full([M], HIDDEN, tl.float32)
+        total = tl.zeros([M], tl.float32)
+        acc = tl.zeros([M, D], tl.float32)
+    else:
+        known = tl.load(place + row * slots + slot, mask=there, other=0)
+        top = tl.load(begun_lse + lines + known, mask=there, other=0.0)
+        total = tl.full([M], 1.0, tl.float32)
+        at = begun + row * b_r + head * b_h + known.to(tl.int64) * b_s
+        acc = tl.load(at[:, None] + d[None, :], mask=there[:, None], other=0.0).to(tl.float32)
     r = row.to(tl.int32)
     for i in tl.range(0, own_count + count - (b - a)):
         key, seen = _masked_tile(i, start, a, b, own_start, own_count, context, low, high, block, KEYS, B)
@@ -191,12 +209,12 @@ def forward(
         v = _read(values, r, key_head, start + j * KEYS, KEYS, D)
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
 
-    empty = high < 0
+    empty = high < 0 if source is None else low >= high
     acc = tl.where(empty[:, None], 0.0, acc / total[:, None])
     at = out + row * o_r + head * o_h + slot.to(tl.int64) * o_s
     tl.store(at[:, None] + d[None, :], acc.to(out.dtype.element_ty), mask=there[:, None])
-    line = (row * (tl.num_programs(1) * PACK) + head) * padded_slots + slot
-    tl.store(lse + line, tl.where(empty, float("inf"), top + tl.log2(total)), mask=there)
+    none: tl.constexpr = float("inf") if source is None else HIDDEN
+    tl.store(lse + lines + slot, tl.where(empty, none, top + tl.log2(total)), mask=there)
 
 
 @triton.jit
@@ -274,9 +292,9 @@ def context_backward(
     queries, keys, values, grads, lse, delta, anchor, first, ranges, dk, dv,
     dk_r, dk_h, dk_t, dv_r, dv_h, dv_t,
     group, context, blocks, window, scale, softmax_scale,
-    M: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, B: tl.constexpr, PRECISION: tl.constexpr,
+    M: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, B: tl.constexpr, PRECISION: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of the context's keys, a tile of them a program, over the query tiles in `ranges`.
+    """dk and dv of the context's keys, a tile of them a program, over the query tiles in `ranges`; ADD: added.
 
     The first keys come first: in a document they are seen most.
     """
@@ -312,19 +330,23 @@ def context_backward(
     mask = t < context  # the keys after it are block slots, whose gradients own_backward wrote
     dk += row.to(tl.int64) * dk_r + key_head.to(tl.int64) * dk_h
     dv += row.to(tl.int64) * dv_r + key_head.to(tl.int64) * dv_h
-    tl.store(dk + t * dk_t + d, (dk_acc * softmax_scale).to(dk.dtype.element_ty), mask=mask)
+    dk_acc *= softmax_scale
+    if ADD:
+        dk_acc += tl.load(dk + t * dk_t + d, mask=mask, other=0.0).to(tl.float32)
+        dv_acc += tl.load(dv + t * dv_t + d, mask=mask, other=0.0).to(tl.float32)
+    tl.store(dk + t * dk_t + d, dk_acc.to(dk.dtype.element_ty), mask=mask)
     tl.store(dv + t * dv_t + d, dv_acc.to(dv.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def query_backward(
-    q, keys, values, grad, lse, delta, anchor, first, dq,
+    q, keys, values, grad, lse, delta, anchor, first, dq, source,
     q_r, q_h, q_s, g_r, g_h, g_s, dq_r, dq_h, dq_s,
     group, context, slots, padded_slots, blocks, window, scale, softmax_scale,
     M: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, B: tl.constexpr, PACK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq, over the same tiles as `forward`.
+    """dq, over the same tiles as `forward`; with `source` added to that of the slots there, no two of them alike.
 
     A pass of its own makes the scores a second time, seven products instead of five. Adding every key tile's part to
     dq atomically in context_backward instead was slower on an H200 (docs/STRATEGIES.md), and its order is random.
@@ -337,8 +359,12 @@ def query_backward(
     slot = tile * SLOTS + tl.arange(0, M) % SLOTS
     low, high, block = _slots(anchor, first, row, slot, blocks, window, B)
     start, count, a, b = _context_tiles(low, high, KEYS)
-    own_start, own_count = _own_tiles(tile * SLOTS, SLOTS, context, slots, KEYS, B)
     d, there = tl.arange(0, D), slot < slots
+    own_start, own_count = context, 0
+    if source is None:
+        own_start, own_count = _own_tiles(tile * SLOTS, SLOTS, context, slots, KEYS, B)
+    else:
+        there = there & (high >= 0)
     mask = there[:, None]
     at = slot.to(tl.int64)
     line = (row * (tl.num_programs(1) * PACK) + head) * padded_slots + slot
@@ -362,5 +388,56 @@ def query_backward(
         v = _read(values, r, key_head, start + j * KEYS, KEYS, D)
         ds = p * (tl.dot(do, v.T, input_precision=PRECISION) - sums[:, None])
         acc = tl.dot(ds.to(k.dtype), k, acc, input_precision=PRECISION)
-    at = (dq + row * dq_r + head * dq_h + at * dq_s)[:, None] + d[None, :]
-    tl.store(at, (acc * softmax_scale).to(dq.dtype.element_ty), mask=mask)
+    acc *= softmax_scale
+    if source is None:
+        at = (dq + row * dq_r + head * dq_h + at * dq_s)[:, None] + d[None, :]
+    else:
+        at = tl.load(source + row * slots + slot, mask=there, other=0).to(tl.int64)
+        at = (dq + row * dq_r + head * dq_h + at * dq_s)[:, None] + d[None, :]
+        acc += tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(at, acc.to(dq.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def gather_alike(
+    q, grad, lse, delta, begun_lse, bound, source, gap, out_q, out_grad, out_delta,
+    q_r, q_h, q_s, g_r, g_h, g_s, o_r, o_h, o_s,
+    heads, slots, padded_slots, blocks,
+    HEADS: tl.constexpr, D: tl.constexpr, B: tl.constexpr, M: tl.constexpr,
+):  # fmt: skip
+    """What stands for all slots with one query in the backward of the context they share (alike.py).
+
+    Line j gets the query of slot source[r, j], and the weighted sums of `grad` and `delta` over it and the slots of
+    later blocks at the same token: slot k of block i is slot k - gap[r, i + 1] of the next one. gap int32 [R, N + 1].
+    Lines that stand for nobody are zeros as far as a tile of M reaches, unwritten behind it.
+    """
+    line, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    if tl.load(bound + row * slots + line // M * M) >= 0:
+        real = tl.load(bound + row * slots + line) >= 0
+        slot = tl.load(source + row * slots + line)
+        head, d = tl.arange(0, HEADS).to(tl.int64), tl.arange(0, D)
+        there = head < heads
+        inside = there[:, None] & (d >= 0)[None, :]
+        asking = head < tl.where(real, heads, 0)
+        mask = asking[:, None] & (d >= 0)[None, :]
+        at = slot.to(tl.int64)
+        query = tl.load(q + row * q_r + at * q_s + (head * q_h)[:, None] + d[None, :], mask=mask, other=0.0)
+        out = row * o_r + line.to(tl.int64) * o_s + (head * o_h)[:, None] + d[None, :]
+        tl.store(out_q + out, query, mask=inside)
+        lines = (row * heads + head) * padded_slots
+        known = tl.load(begun_lse + lines + line, mask=asking, other=0.0)
+        summed = tl.zeros([HEADS, D], tl.float32)
+        sums = tl.zeros([HEADS], tl.float32)
+        block, k = slot // B, slot % B
+        going = real
+        while going:
+            at = block * B + k
+            share = tl.exp2(known - tl.load(lse + lines + at, mask=there, other=0.0))
+            own = grad + row * g_r + at.to(tl.int64) * g_s + (head * g_h)[:, None] + d[None, :]
+            summed += share[:, None] * tl.load(own, mask=inside, other=0.0).to(tl.float32)
+            sums += share * tl.load(delta + lines + at, mask=there, other=0.0)
+            block += 1
+            k -= tl.load(gap + row * (blocks + 1) + block)
+            going = k > 0
+        tl.store(out_grad + out, summed.to(out_grad.dtype.element_ty), mask=inside)
+        tl.store(out_delta + lines + line, sums, mask=there)

@@ -90,8 +90,27 @@ def longest_keys(k: Tensor) -> Tensor:
     return longest
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, longest: Tensor, seen: Ranges) -> tuple[Tensor, Tensor]:
-    """(attention, [R, Hq, Q, d]; log2 of the sum of exponentials, float32 [R, Hq, Q or a little more])."""
+class Begun(NamedTuple):
+    """What slots have gathered already: `forward`'s two results, and each slot's line in them, int32 [R, Q]."""
+
+    out: Tensor
+    lse: Tensor
+    place: Tensor
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    longest: Tensor,
+    seen: Ranges,
+    source: Tensor | None = None,
+    begun: Begun | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(attention, [R, Hq, Q, d]; log2 of the sum of exponentials, float32 [R, Hq, Q or a little more]).
+
+    With `source` the context alone, for the queries of these slots, int32 [R, Q]: lines of `seen` at -1 stay unwritten.
+    """
     (rows, heads, slots, width), key_heads = q.shape, k.shape[1]
     out, lse = new_out(q), new_lse(q)
     sizes = _forward_tiles(width, q.itemsize)
@@ -100,7 +119,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, longest: Tensor, seen: Ranges) -> t
         with launch.on(q):
             kernels.forward[(triton.cdiv(slots, sizes.queries // pack), heads // pack, rows)](
                 q, _tiled(k, sizes.keys), _tiled(v, sizes.keys), out, lse, seen.anchor, seen.first, longest,
-                *q.stride()[:3], *out.stride()[:3],
+                source, *(begun or (None, None, None)),
+                *q.stride()[:3], *out.stride()[:3], *(begun.out if begun else out).stride()[:3],
                 heads // key_heads, k.shape[2] - slots, slots, lse.shape[2], slots // seen.block, seen.window,
                 _log2_scale(width), LARGEST_EXPONENT[q.dtype],
                 M=sizes.queries, KEYS=sizes.keys, D=width, B=seen.block, PACK=pack, PRECISION=_precision(q),
@@ -128,14 +148,24 @@ def own_backward(
 
 
 def context_backward(
-    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, lse: Tensor, delta: Tensor, seen: Ranges, dk: Tensor, dv: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    grad: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    seen: Ranges,
+    dk: Tensor,
+    dv: Tensor,
+    add: bool = False,
 ) -> None:
-    """Fills `dk` and `dv` of the context."""
+    """Fills `dk` and `dv` of the context, or adds to them."""
     (rows, heads, slots, width), key_heads = q.shape, k.shape[1]
     context = k.shape[2] - slots
     if not slots:
-        dk.zero_()
-        dv.zero_()
+        if not add:
+            dk.zero_()
+            dv.zero_()
         return
     sizes = _context_tiles(width, q.itemsize)
     with launch.on(q):
@@ -144,28 +174,54 @@ def context_backward(
             _lines(lse, sizes.queries), _lines(delta, sizes.queries), seen.anchor, seen.first, seen.tiles, dk, dv,
             *dk.stride()[:3], *dv.stride()[:3],
             heads // key_heads, context, slots // seen.block, seen.window, _log2_scale(width), width**-0.5,
-            M=sizes.queries, KEYS=sizes.keys, D=width, B=seen.block, PRECISION=_precision(q),
+            M=sizes.queries, KEYS=sizes.keys, D=width, B=seen.block, PRECISION=_precision(q), ADD=add,
             num_warps=sizes.warps, num_stages=sizes.stages,
         )  # fmt: skip
 
 
 def query_backward(
-    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, lse: Tensor, delta: Tensor, seen: Ranges, dq: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    grad: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    seen: Ranges,
+    dq: Tensor,
+    source: Tensor | None = None,
 ) -> None:
-    """Fills `dq`."""
+    """Fills `dq`; with `source` int32 [R, Q] adds the context's part to `dq` of these slots."""
     (rows, heads, slots, width), key_heads = q.shape, k.shape[1]
     sizes = _query_tiles(width, q.itemsize)
     pack = _pack(heads // key_heads, sizes.queries)
     if slots:
         with launch.on(q):
             kernels.query_backward[(triton.cdiv(slots, sizes.queries // pack), heads // pack, rows)](
-                q, _tiled(k, sizes.keys), _tiled(v, sizes.keys), grad, lse, delta, seen.anchor, seen.first, dq,
+                q, _tiled(k, sizes.keys), _tiled(v, sizes.keys), grad, lse, delta, seen.anchor, seen.first, dq, source,
                 *(stride for x in (q, grad, dq) for stride in x.stride()[:3]),
                 heads // key_heads, k.shape[2] - slots, slots, lse.shape[2], slots // seen.block, seen.window,
                 _log2_scale(width), width**-0.5,
                 M=sizes.queries, KEYS=sizes.keys, D=width, B=seen.block, PACK=pack, PRECISION=_precision(q),
                 num_warps=sizes.warps, num_stages=sizes.stages,
             )  # fmt: skip
+
+
+def gather_alike(
+    q: Tensor, grad: Tensor, lse: Tensor, delta: Tensor, begun_lse: Tensor, bound: Tensor, source: Tensor, gap: Tensor,
+    block: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Queries, gradients and deltas that stand for all slots of one query (the kernel says how)."""
+    rows, heads, slots, width = q.shape
+    one_q, one_grad, one_delta = new_out(q), new_out(grad), torch.empty_like(delta)
+    if slots:
+        with launch.on(q):
+            kernels.gather_alike[(slots, rows)](
+                q, grad, lse, delta, begun_lse, bound, source, gap, one_q, one_grad, one_delta,
+                *(stride for x in (q, grad, one_q) for stride in x.stride()[:3]),
+                heads, slots, lse.shape[2], slots // block,
+                HEADS=triton.next_power_of_2(heads), D=width, B=block, M=BACKWARD_QUERIES,
+            )  # fmt: skip
+    return one_q, one_grad, one_delta
 
 
 def new_out(like: Tensor) -> Tensor:

@@ -36,7 +36,8 @@ class Strategy:
     """How drafters' forwards become callable; one for all worker threads of a process.
 
     `prepare(mask)` makes what a step's layers share from a DFlashMask; `attend(q, k, v, prepared)` is one
-    layer's attention, shapes as in dflash.attention.
+    layer's attention, shapes as in dflash.attention; `attend_alike` that of a layer whose slots at one token have one
+    query (dflash.attention.alike), where there is something to gain.
     """
 
     def __init__(self, name: str, device_type: str, probe: Probe, backend: str = "inductor") -> None:
@@ -46,10 +47,13 @@ class Strategy:
         dense = device_type == "cpu" or name == "eager"
         self.prepare: Callable[..., Any] = visible if dense else block_mask
         self.attend: Callable[..., Any] = attend_dense if dense else attend_flex
+        self.attend_alike: Callable[..., Any] | None = None
         if name == "triton":
-            from dflash.attention.triton import attend_triton, prepare_ranges  # here: triton is not everywhere
+            from dflash.attention.alike import attend_alike  # here: triton is not everywhere
+            from dflash.attention.triton import attend_triton, prepare_ranges
 
             self.prepare, self.attend = prepare_ranges, attend_triton
+            self.attend_alike = _counted(attend_alike, probe)
         if name not in UNCOMPILED:
             self.attend = _watched(self.attend, probe)
         if name not in (*UNCOMPILED, "whole"):
