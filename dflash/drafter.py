@@ -86,7 +86,8 @@ class Layer(nn.Module):
 class Drafter(nn.Module):
     """All of it but embedding and head, which are the target's and frozen.
 
-    `weights` are every tensor of `geometry.shapes()`, and become the drafter's own: it makes no copy.
+    `weights` are every tensor of `geometry.shapes()`, and become the drafter's own: it makes no copy. To train on a GPU
+    they must lie as `dflash.weights.draw` and `copied` lay them out.
     """
 
     def __init__(self, geometry: Geometry, prepare: Prepare, attend: Attend, weights: Mapping[str, Tensor]) -> None:

@@ -20,7 +20,7 @@ from small_drafter import SHAPE
 from dflash import documents, fused, settings
 from dflash.attention import DFlashMask, attend_dense, visible
 from dflash.drafter import Drafter, Geometry
-from dflash.weights import draw
+from dflash.weights import copied, draw
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -49,13 +49,13 @@ def _drafter(**shape):
     torch.manual_seed(0)
     wish = settings.Drafter(layers=2, block=4, window=5, window_layers=[1])
     geometry = Geometry.settle(wish, SimpleNamespace(**vars(SHAPE) | shape))
-    drafter = Drafter(geometry, visible, attend_dense, draw(geometry, 0))
+    drafter = Drafter(geometry, visible, attend_dense, draw(geometry, 0, DEVICE))
     for parameter in drafter.parameters():
         if parameter.ndim == 1:  # norms begin as ones, which would hide a scale left out
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
         else:
             parameter.data.mul_(8.0)
-    return drafter.to(DEVICE)
+    return drafter
 
 
 def _inputs(drafter, rows=2, context=18, anchors=((2, 9, -1), (6, 15, 16))):
@@ -73,21 +73,21 @@ def _inputs(drafter, rows=2, context=18, anchors=((2, 9, -1), (6, 15, 16))):
 
 def _both(drafter, inputs, dtype, **more):
     """Outputs and gradients of the modules in float64 and of the fused passes in `dtype`, by name."""
-    exact, low = [], []
-    for forward, kind, into in (
-        (Drafter.forward, torch.float64, exact),
-        (layer.forward, dtype, low),
-    ):
-        features, place, x, block_place, mask = inputs
-        model = drafter.to(kind)
-        x = x.to(kind).requires_grad_()
-        hidden = forward(model, features.to(kind), place, x, block_place, mask, **more)
-        torch.manual_seed(1)
-        wanted = dict(model.named_parameters())
-        towards = torch.randn(hidden.shape).to(hidden)
-        gradients = torch.autograd.grad((hidden * towards).sum(), [x, *wanted.values()])
-        into.extend({"hidden": hidden, "x": gradients[0]} | dict(zip(wanted, gradients[1:], strict=True)) for _ in [0])
-    return exact[0], low[0]
+    exact = _one(Drafter.forward, drafter, inputs, torch.float64, **more)
+    return exact, _one(layer.forward, drafter, inputs, dtype, **more)
+
+
+def _one(forward, drafter, inputs, dtype, **more):
+    features, place, x, block_place, mask = inputs
+    weights = copied(drafter.state_dict(), DEVICE, dtype)
+    model = Drafter(drafter.geometry, visible, attend_dense, weights)
+    x = x.to(dtype).requires_grad_()
+    hidden = forward(model, features.to(dtype), place, x, block_place, mask, **more)
+    torch.manual_seed(1)
+    wanted = dict(model.named_parameters())
+    towards = torch.randn(hidden.shape).to(hidden)
+    gradients = torch.autograd.grad((hidden * towards).sum(), [x, *wanted.values()])
+    return {"hidden": hidden, "x": gradients[0]} | dict(zip(wanted, gradients[1:], strict=True))
 
 
 @kernels
@@ -124,6 +124,25 @@ def test_sixteen_bits_stray_no_further_than_their_rounding():
     assert {value.dtype for value in low.values()} == {HALF}
     for name, value in exact.items():
         assert (low[name].double() - value).norm() <= 0.04 * value.norm(), name
+
+
+@kernels
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_weights_that_lie_side_by_side_give_the_bits_of_joined_ones(dtype, monkeypatch):
+    drafter = _drafter()
+    inputs = _inputs(drafter)
+    as_they_lie = _one(layer.forward, drafter, inputs, dtype)
+    norm_linear = layer._norm_linear
+    monkeypatch.setattr(layer, "_norm_linear", lambda *given: norm_linear(*given[:4], torch.cat))
+    joined = _one(layer.forward, drafter, inputs, dtype)
+    assert all(torch.equal(as_they_lie[name], joined[name]) for name in joined)
+
+
+@kernels
+def test_a_drafter_whose_weights_lie_apart_is_refused_rather_than_slow():
+    drafter = _drafter()
+    with pytest.raises(ValueError, match="lie apart"):
+        layer.forward(drafter.half().float(), *_inputs(drafter))
 
 
 @kernels

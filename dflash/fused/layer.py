@@ -3,12 +3,13 @@
 What `Drafter.forward` says module by module, with the same weights. Two things differ. A layer hands on its
 residual stream and what is still to be added to it, so that each sum is made by the norm that reads it. And what
 costs one pass to make again is not kept: normed inputs, and SwiGLU's product. A layer thus keeps 13 numbers a
-block slot and hidden dimension (for a Qwen3-8B), the modules keep 20.
+block slot and hidden dimension (for a Qwen3-8B), the modules keep 20. Weights that take one input are one product,
+as they lie in memory (dflash.weights.room).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,10 +21,14 @@ from dflash.blocks import behind_anchors
 from dflash.fused.heads import Part, turn_heads, turn_heads_backward
 from dflash.fused.norm import add_norm, add_norm_backward
 from dflash.fused.swiglu import swiglu, swiglu_backward
+from dflash.weights import side_by_side
 
 if TYPE_CHECKING:
     from dflash.attention import DFlashMask
     from dflash.drafter import Drafter
+
+# Several weights [out, H] -> the one tensor of all their rows.
+Join = Callable[[Sequence[Tensor]], Tensor]
 
 
 def forward(
@@ -35,7 +40,7 @@ def forward(
     mask: DFlashMask,
     alike: bool = False,
 ) -> Tensor:
-    """As Drafter.forward."""
+    """As Drafter.forward; ValueError when the drafter's weights do not lie as dflash.weights lays them out."""
     g = drafter.geometry
     (rows, length, _), context_length = x.shape, features.shape[1]
     seen = drafter.seen(mask)
@@ -45,12 +50,14 @@ def forward(
     context_part = Part(length=context_length, offset=0, heads=0, **sizes)
     block_part = Part(length=length, offset=context_length, heads=g.heads, **sizes)
     attentions = [layer.self_attn for layer in drafter.layers]
-    # One product for the keys and values of all layers, since the context is the same for all.
+    # One product for the keys and values of all layers, since the context is the same for all. Their weights lie with
+    # their own layer's queries, so they are joined here.
     _, context = _norm_linear(
         drafter.fc(features).flatten(0, 1),
         None,
         drafter.hidden_norm,
         [projection.weight for a in attentions for projection in (a.k_proj, a.v_proj)],
+        torch.cat,
     )
     stream, rest = x.reshape(-1, g.hidden), None
     for layer, own, window in zip(
@@ -80,9 +87,11 @@ def forward(
     return hidden.view(rows, -1, g.hidden)
 
 
-def _norm_linear(x: Tensor, delta: Tensor | None, norm: nn.RMSNorm, weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def _norm_linear(
+    x: Tensor, delta: Tensor | None, norm: nn.RMSNorm, weights: Sequence[Tensor], join: Join = side_by_side
+) -> tuple[Tensor, Tensor]:
     """(x + delta, its norm times each of `weights` [out, H], side by side); the norm itself if there are none."""
-    out = _NormLinear.apply(x, delta, norm.weight, norm.eps, *weights)
+    out = _NormLinear.apply(x, delta, norm.weight, norm.eps, join, *weights)
     return (x, out) if delta is None else out
 
 
@@ -90,11 +99,14 @@ class _NormLinear(Function):
     """Keeps the sum alone and makes the normed tensor again for the weights' gradients."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, delta: Tensor | None, scale: Tensor, eps: float, *weights: Tensor) -> Any:
+    def forward(
+        ctx: Any, x: Tensor, delta: Tensor | None, scale: Tensor, eps: float, join: Join, *weights: Tensor
+    ) -> Any:
         total, y, rstd = add_norm(x, delta, scale, eps)
         ctx.save_for_backward(total, rstd, scale, *weights)
         ctx.set_materialize_grads(False)
-        out = y @ torch.cat(weights).t() if weights else y
+        ctx.join = join
+        out = y @ join(weights).t() if weights else y
         return out if delta is None else (total, out)
 
     @staticmethod
@@ -104,11 +116,11 @@ class _NormLinear(Function):
         *beside, d_out = upstream
         assert d_out is not None
         d_out = d_out.contiguous()
-        d_y = d_out @ torch.cat(weights) if weights else d_out
+        d_y = d_out @ ctx.join(weights) if weights else d_out
         d_x, d_scale, y = add_norm_backward(d_y, beside[0] if beside else None, total, rstd, scale)
         del d_y
         parts = d_out.split([len(w) for w in weights], dim=1) if weights else ()
-        return d_x, d_x if beside else None, d_scale, None, *(part.t() @ y for part in parts)
+        return d_x, d_x if beside else None, d_scale, None, None, *(part.t() @ y for part in parts)
 
 
 class _Spread(Function):
