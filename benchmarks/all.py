@@ -74,7 +74,7 @@ def parts(options: argparse.Namespace) -> list[Part]:
     timeline = ["--timeline", str(options.out / "pipeline-timeline.png")]
     shapes = ["one document of 40,000", "20 documents of 2,000", "4 rows of 3,072"]
     return [
-        Part("kernel", ["--rounds", "9", "--shapes", *shapes], 70, 1),
+        Part("kernel", ["--rounds", "9", *commit, "--shapes", *shapes], 70, 1),
         Part("step", [*step, *commit], 410, 1),
         Part("pipeline", ["--shapes", "packed", "--rounds", "1", "--steps", "14", *timeline, *commit], 120, 1),
     ]

@@ -7,6 +7,9 @@ timed in turn, their order drawn anew each round; a time is the median over the 
 on the device, with its quartiles. Set-up is what a step does once for all layers (`prepare`), flex's both as `locked`
 runs it (eager) and as `whole` does (compiled). Useful work is visible pairs * 4 * head dimension * query heads forward,
 2.5 times that backward. "together" is one layer's forward and backward with the set-up, flex's faster one.
+
+"alike" is the first layer's attention (dflash.attention.alike): the same work where slots at one token have one query,
+its forward with what only this layer sets up.
 """
 
 from __future__ import annotations
@@ -61,7 +64,7 @@ def main() -> None:
     for name in options.shapes or SHAPES:
         results.append(measure(SHAPES[name], options))
         if options.json:  # after each, so that a run cut short leaves what it has
-            found = {"machine": machine(), "rounds": options.rounds, "results": results}
+            found = {"machine": machine(options.commit), "rounds": options.rounds, "results": results}
             Path(options.json).write_text(json.dumps(found))
     print(table(results))
 
@@ -73,10 +76,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of anchors, tensors and the order of the rounds")
     parser.add_argument("--without-flex", action="store_true", help="time our kernels alone")
     parser.add_argument("--json", help="write everything there")
+    parser.add_argument("--commit", help="what is measured, where git cannot tell")
     return parser.parse_args()
 
 
 def measure(shape: Shape, options: argparse.Namespace) -> dict[str, Any]:
+    from dflash.attention.alike import attend_alike, lines
     from dflash.attention.triton import attend_triton, prepare_ranges
 
     made = random.Random(options.seed)
@@ -89,16 +94,22 @@ def measure(shape: Shape, options: argparse.Namespace) -> dict[str, Any]:
     ways: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {"triton": (prepare_ranges, attend_triton)}
     if not options.without_flex:
         ways["flex"] = (block_mask, torch.compile(attend_flex, fullgraph=True, dynamic=False))
+    ways["alike"] = (prepare_ranges, attend_alike)
+    alike = lines(prepare_ranges(mask), mask.document.shape[1])
+    repeated = alike.source.gather(1, alike.place.long()).long()[:, None, :, None].expand_as(q)
+    queries = {"alike": q.detach().gather(2, repeated).transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()}
     for way, (prepare, attend) in ways.items():
         begun = time.perf_counter()
-        seen = prepare(mask)
-        out = attend(q, k, v, seen)
-        torch.autograd.grad(out, (q, k, v), grad, retain_graph=True)
+        seen, asked = prepare(mask), queries.get(way, q)
+        out = attend(asked, k, v, seen)
+        torch.autograd.grad(out, (asked, k, v), grad, retain_graph=True)
         torch.cuda.synchronize()
         first[way] = time.perf_counter() - begun
         jobs[f"{way} set-up"] = lambda prepare=prepare: prepare(mask)
-        jobs[f"{way} forward"] = lambda attend=attend, seen=seen: attend(q, k, v, seen)
-        jobs[f"{way} backward"] = lambda out=out: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True)
+        jobs[f"{way} forward"] = lambda attend=attend, asked=asked, seen=seen: attend(asked, k, v, seen)
+        jobs[f"{way} backward"] = lambda out=out, asked=asked: torch.autograd.grad(
+            out, (asked, k, v), grad, retain_graph=True
+        )
     failed = ""
     if not options.without_flex:
         compiled = torch.compile(block_mask, fullgraph=True, dynamic=False)
@@ -114,9 +125,18 @@ def measure(shape: Shape, options: argparse.Namespace) -> dict[str, Any]:
             each["tflop_s"] = round(factor * work / each["median"] * 1e3, 1)
     together = {way: sum(times[f"{way} {part}"]["median"] for part in ("forward", "backward")) for way in ways}
     together["triton"] += times["triton set-up"]["median"]
+    together["alike"] += times["alike set-up"]["median"]
     if "flex" in ways:
         together["flex"] += min(each["median"] for name, each in times.items() if name.startswith("flex set-up"))
-    found = {"shape": asdict(shape), "visible_pairs": pairs, "tflop_forward": round(work, 3), "times_ms": times}
+    shared = int((alike.seen.anchor >= 0).sum())
+    found = {
+        "shape": asdict(shape),
+        "visible_pairs": pairs,
+        "slots": q.shape[0] * q.shape[2],
+        "questions": shared,
+        "tflop_forward": round(work, 3),
+        "times_ms": times,
+    }
     found |= {"together_ms": together, "first_call_s": {way: round(s, 1) for way, s in first.items()}}
     if failed:
         found["flex_set_up_compiled"] = failed
@@ -178,22 +198,26 @@ def summary(times: list[float]) -> dict[str, float]:
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    lines = ["| shape | | ms | quartiles | TFLOP/s |", "|---|---|---|---|---|"]
+    out = ["| shape | | ms | quartiles | TFLOP/s |", "|---|---|---|---|---|"]
     for result in results:
         name = result["shape"]["name"]
         for job, each in result["times_ms"].items():
             spread = f"{each['quartile_1']:.2f} to {each['quartile_3']:.2f}"
-            lines.append(f"| {name} | {job} | {each['median']:.2f} | {spread} | {each.get('tflop_s', '')} |")
+            out.append(f"| {name} | {job} | {each['median']:.2f} | {spread} | {each.get('tflop_s', '')} |")
         together = result["together_ms"]
         gain = f", {together['flex'] / together['triton']:.2f} times as fast" if "flex" in together else ""
-        lines.append(f"| {name} | together | {together['triton']:.2f}{gain} | | |")
-    return "\n".join(lines)
+        out.append(f"| {name} | together | {together['triton']:.2f}{gain} | | |")
+        first = f"{result['questions']:,} questions of {result['slots']:,} slots"
+        out.append(f"| {name} | first layer | {together['alike']:.2f}, {first} | | |")
+    return "\n".join(out)
 
 
-def machine() -> dict[str, Any]:
+def machine(commit: str | None) -> dict[str, Any]:
     import triton
 
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    if commit is None:
+        git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+        commit = git.stdout.strip()
     return {
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
