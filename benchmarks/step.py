@@ -339,7 +339,7 @@ def ours(name: str, data: Data) -> Variant:
     strategy.setup_thread()
     geometry = Geometry.settle(job.drafter, target)
     weights = draw(geometry, job.seed, device, data.head.dtype)
-    drafter = Drafter(geometry, strategy.prepare, strategy.attend, weights)
+    drafter = Drafter(geometry, strategy.prepare, strategy.attend, weights, strategy.attend_alike)
     forward = strategy.compile_forward(drafter)
     ends = FrozenEnds(data.embedding, 1.0, data.head, g.vocabulary - 1)
 

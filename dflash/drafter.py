@@ -87,13 +87,21 @@ class Drafter(nn.Module):
     """All of it but embedding and head, which are the target's and frozen.
 
     `weights` are every tensor of `geometry.shapes()`, and become the drafter's own: it makes no copy. To train on a GPU
-    they must lie as `dflash.weights.draw` and `copied` lay them out.
+    they must lie as `dflash.weights.draw` and `copied` lay them out. `attend_alike`: attention of a layer whose slots
+    at one token have one query (dflash.attention.alike), if there is one that knows how to use it.
     """
 
-    def __init__(self, geometry: Geometry, prepare: Prepare, attend: Attend, weights: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self,
+        geometry: Geometry,
+        prepare: Prepare,
+        attend: Attend,
+        weights: Mapping[str, Tensor],
+        attend_alike: Attend | None = None,
+    ) -> None:
         super().__init__()
         g = self.geometry = geometry
-        self.prepare, self.attend = prepare, attend
+        self.prepare, self.attend, self.attend_alike = prepare, attend, attend_alike or attend
         with torch.device("meta"):  # or modules would draw weights of their own first
             self.fc = nn.Linear(g.num_taps * g.hidden, g.hidden, bias=False)
             self.hidden_norm = nn.RMSNorm(g.hidden, eps=g.norm_eps)

@@ -162,7 +162,7 @@ def make_drafter(
         # Logits begin with a spread of at most 1. A target that ties head and embedding has a head so large that
         # the drafter would otherwise begin by being sure of the mask token (loss 97 on SmolLM2 instead of 12).
         weights["norm.weight"].fill_(min(1.0, 1 / _spread(target.head)))
-    drafter = Drafter(variant.geometry, strategy.prepare, strategy.attend, weights)
+    drafter = Drafter(variant.geometry, strategy.prepare, strategy.attend, weights, strategy.attend_alike)
     embedding = target.embedding.to(device, dtype)
     head = embedding if target.head is target.embedding else target.head.to(device, dtype)
     ends = FrozenEnds(embedding, target.embedding_scale, head, variant.mask_token)

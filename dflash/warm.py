@@ -47,15 +47,16 @@ def warm(job: JobSettings, placement: Placement, out: Path, events: EventWriter,
 def _forward_and_backward(job: JobSettings, geometry: Geometry, strategy: Strategy, device: torch.device) -> None:
     rows, context, anchors, block = job.train.rows, job.data.row_tokens, job.drafter.anchors, job.drafter.block
     dtype = compute_dtype(job.train.precision, device)
-    drafter = Drafter(geometry, strategy.prepare, strategy.attend, draw(geometry, job.seed, device, dtype))
+    weights = draw(geometry, job.seed, device, dtype)
+    drafter = Drafter(geometry, strategy.prepare, strategy.attend, weights, strategy.attend_alike)
     places = torch.arange(1, anchors + 1, device=device).clamp(max=context - 1).expand(rows, -1)
     mask = DFlashMask(torch.zeros(rows, context, dtype=torch.int64, device=device), places.contiguous(), block)
     features = torch.randn(rows, context, geometry.num_taps * geometry.hidden, dtype=dtype, device=device)
-    x = torch.randn(rows, anchors * block, geometry.hidden, dtype=dtype, device=device)
+    x = torch.randn(geometry.hidden, dtype=dtype, device=device).expand(rows, anchors * block, -1)
     position = torch.arange(context, device=device).expand(rows, -1)
     slots = (places[..., None] + torch.arange(block, device=device)).flatten(1)
 
     def body() -> None:
-        drafter(features, position, x, slots, mask).float().sum().backward()
+        drafter(features, position, x, slots, mask, alike=True).float().sum().backward()
 
     strategy.run("main", (str(device), (rows, context), anchors, block), body)

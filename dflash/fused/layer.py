@@ -65,7 +65,9 @@ def forward(
     ):
         a = layer.self_attn
         weights = [a.q_proj.weight, a.k_proj.weight, a.v_proj.weight]
+        attend = drafter.attend
         if rest is None and alike:
+            attend = drafter.attend_alike
             # In the first layer a block differs from the next in its anchor alone, so the products are made of
             # the anchors and of one mask token.
             few = torch.cat([stream[:: mask.block], stream[1:2]])
@@ -75,7 +77,7 @@ def forward(
         q, k, v = _TurnHeads.apply(
             projected, own, a.q_norm.weight, a.k_norm.weight, turn, a.q_norm.eps, block_part, context_part
         )
-        attended = drafter.attend(q, k, v, seen[window]).transpose(1, 2).reshape(rows * length, -1)
+        attended = attend(q, k, v, seen[window]).transpose(1, 2).reshape(rows * length, -1)
         if layer is drafter.layers[-1]:  # nobody reads more of an anchor's slot
             stream, attended = (behind_anchors(x, mask.block) for x in (stream, attended))
         rest = a.o_proj(attended)
