@@ -77,10 +77,11 @@ def _both(drafter, inputs, dtype, **more):
     return exact, _one(layer.forward, drafter, inputs, dtype, **more)
 
 
-def _one(forward, drafter, inputs, dtype, **more):
+def _one(forward, drafter, inputs, dtype, attention=(visible, attend_dense, None), **more):
     features, place, x, block_place, mask = inputs
     weights = copied(drafter.state_dict(), DEVICE, dtype)
-    model = Drafter(drafter.geometry, visible, attend_dense, weights)
+    prepare, attend, attend_alike = attention
+    model = Drafter(drafter.geometry, prepare, attend, weights, attend_alike)
     x = x.to(dtype).requires_grad_()
     hidden = forward(model, features.to(dtype), place, x, block_place, mask, **more)
     torch.manual_seed(1)
@@ -115,6 +116,33 @@ def test_blocks_that_differ_in_their_anchors_alone_give_the_same():
     del exact["x"], low["x"]  # the embedding is frozen; what flows to it is that of the few rows
     for name, value in exact.items():
         assert (low[name].double() - value).norm() <= 2e-5 * value.norm(), name
+
+
+@kernels
+def test_blocks_that_share_questions_share_attention():
+    """Three of the anchors stand so close that their blocks' slots meet at tokens; the kernels' own attention."""
+    from dflash.attention.alike import attend_alike
+    from dflash.attention.triton import attend_triton, prepare_ranges
+
+    called = []
+
+    def counted(q, k, v, seen):
+        called.append(q.shape)
+        return attend_alike(q, k, v, seen)
+
+    drafter = _drafter(num_attention_heads=3, num_key_value_heads=3, head_dim=16, hidden_size=40)
+    features, place, x, block_place, mask = _inputs(drafter, anchors=((7, 8, 10, -1), (4, 6, 8, 9)))
+    x.unflatten(1, (-1, 4))[:, :, 1:] = x[0, 1].clone()
+    inputs = features, place, x, block_place, mask
+    exact = _one(Drafter.forward, drafter, inputs, torch.float64, alike=True)
+    kernels = prepare_ranges, attend_triton, counted
+    # A GPU's kernels of float32 products take minutes to compile.
+    dtype, largest = (torch.float32, 2e-5) if INTERPRETED else (HALF, 5e-2)
+    low = _one(layer.forward, drafter, inputs, dtype, kernels, alike=True)
+    assert len(called) == 1  # in the first layer
+    del exact["x"], low["x"]
+    for name, value in exact.items():
+        assert (low[name].double() - value).norm() <= largest * value.norm(), name
 
 
 @kernels
