@@ -431,11 +431,11 @@ def gather_alike(
         block, k = slot // B, slot % B
         going = real
         while going:
-            at = block * B + k
-            share = tl.exp2(known - tl.load(lse + lines + at, mask=there, other=0.0))
-            own = grad + row * g_r + at.to(tl.int64) * g_s + (head * g_h)[:, None] + d[None, :]
+            here = block * B + k
+            share = tl.exp2(known - tl.load(lse + lines + here, mask=there, other=0.0))
+            own = grad + row * g_r + here.to(tl.int64) * g_s + (head * g_h)[:, None] + d[None, :]
             summed += share[:, None] * tl.load(own, mask=inside, other=0.0).to(tl.float32)
-            sums += share * tl.load(delta + lines + at, mask=there, other=0.0)
+            sums += share * tl.load(delta + lines + here, mask=there, other=0.0)
             block += 1
             k -= tl.load(gap + row * (blocks + 1) + block)
             going = k > 0
