@@ -15,9 +15,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# What a hidden score is. Finite, so that a row which has seen nothing yet makes no NaN: what it gathers meanwhile is
-# scaled by exp2(HIDDEN - a real score) = 0 as soon as it sees a key, and a row that never does is zeroed in the end.
+# What a hidden score is, and the largest of a row that has seen nothing yet. Finite, so that there is no NaN, and far
+# apart: exp2(HIDDEN * scale - NOTHING) is 0 whatever the scale, while the difference of two equal hidden scores is that
+# of their roundings where the compiler fuses product and difference, and its exp2 may be infinite.
 HIDDEN = tl.constexpr(-1.0e30)
+NOTHING = tl.constexpr(-1.0e20)
 
 
 @triton.jit
@@ -140,7 +142,7 @@ def forward(
     key tile but the last is partly hidden. The last tiles come first, since late anchors see most.
 
     With `source` int32 [R, Q] a row's query is that of slot source[r, s], and no keys of its own block belong to it
-    (alike.py: then B is 1). A row that sees nothing gives 0 and HIDDEN. With `begun`, `begun_lse` and `place` int32
+    (alike.py: then B is 1). A row that sees nothing gives 0 and NOTHING. With `begun`, `begun_lse` and `place` int32
     [R, Q] a row goes on from line place[r, s] of what such a call gave.
 
     Softmax needs its maximum only so that nothing overflows. No score exceeds |q| |k|; where that bound, with the
@@ -172,7 +174,7 @@ def forward(
     bound = tl.sqrt(longest * tl.load(longest_key + row * (tl.num_programs(1) // packs) + key_head)) * scale
     lines = (row * (tl.num_programs(1) * PACK) + head) * padded_slots
     if begun is None:
-        top = tl.full([M], HIDDEN, tl.float32)
+        top = tl.full([M], NOTHING, tl.float32)
         total = tl.zeros([M], tl.float32)
         acc = tl.zeros([M, D], tl.float32)
     else:
@@ -213,7 +215,7 @@ def forward(
     acc = tl.where(empty[:, None], 0.0, acc / total[:, None])
     at = out + row * o_r + head * o_h + slot.to(tl.int64) * o_s
     tl.store(at[:, None] + d[None, :], acc.to(out.dtype.element_ty), mask=there[:, None])
-    none: tl.constexpr = float("inf") if source is None else HIDDEN
+    none: tl.constexpr = float("inf") if source is None else NOTHING
     tl.store(lse + lines + slot, tl.where(empty, none, top + tl.log2(total)), mask=there)
 
 
