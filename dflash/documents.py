@@ -2,9 +2,13 @@
 
 transformers keeps packed documents apart by a mask of S x S entries a row, and with a mask no kernel skips anything:
 40,000 tokens of 2,000 each cost twenty times the pairs that see each other, more than all of an 8B target's matrix
-products. Here each document is causal by itself, which needs neither mask nor memory for it: all documents of a batch
-in one call of torch's `varlen_attn`, where that has been seen to compute the same, else a call for each. One call,
-because the launches of all targets that are threads of a process stand in line for Python's lock.
+products. Here each document is causal by itself, which needs neither mask nor memory for it.
+
+Short documents go in one call of torch's `varlen_attn`, where that has been seen to compute the same: the launches of
+all targets that are threads of a process stand in line for Python's lock. Long ones get a call each, for then cuDNN
+does it, which is faster: 20 documents of 2,000 take 1.85 ms one by one and 2.29 in one call, and 0.91 against 0.12 ms
+of Python; five of 1,000 to 8,000 take 3.2 and 5.5 ms (a layer of Qwen3-8B on an H200). cuDNN plans 35 ms for each
+length it has not seen, so lengths are rounded up there.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from dflash.devices import sent
 
@@ -31,6 +35,11 @@ NAME = "documents_apart"  # transformers takes a name with "flash" in it for one
 ROUNDING = 0.01
 
 
+# Tokens that a token's document has, on average over tokens, up to which documents count as short.
+SHORT = 2500
+ROUNDED_TO = 256
+
+
 @dataclass
 class _Documents:
     """Where the documents of a batch lie in its rows, which they fill."""
@@ -38,6 +47,7 @@ class _Documents:
     bounds: list[tuple[int, int, int]]  # row, first token, token behind the last
     ends: Tensor  # int32 [documents + 1], on the CPU: the bounds in the rows laid end to end, from 0
     longest: int
+    short: bool
     _there: dict[torch.device, Tensor] = field(default_factory=dict)
 
     @classmethod
@@ -47,7 +57,9 @@ class _Documents:
         length = position.shape[1]
         bounds = [(row, start, end if row == after else length) for (row, start), (after, end) in pairwise(begins)]
         ends = [0, *(row * length + end for row, _start, end in bounds)]
-        return cls(bounds, torch.tensor(ends, dtype=torch.int32), max(end - start for _row, start, end in bounds))
+        lengths = [end - start for _row, start, end in bounds]
+        short = sum(n * n for n in lengths) <= SHORT * sum(lengths)
+        return cls(bounds, torch.tensor(ends, dtype=torch.int32), max(lengths), short)
 
     def ends_on(self, device: torch.device) -> Tensor:
         """The ends on a device, sent there for the first layer that asks."""
@@ -98,23 +110,32 @@ def attend(
     document.
     """
     documents = _here.documents
-    if documents is not None and _takes(query, key, value):
+    if documents is not None and documents.short and _takes(query, key, value):
         together = _together(query.device, query.dtype, query.shape[1], key.shape[1], query.shape[3], value.shape[3])
         if together is not None:
             return together(query, key, value, documents, scaling), None
     bounds = documents.bounds if documents else [(row, 0, query.shape[2]) for row in range(query.shape[0])]
-    return _one_by_one(query, key, value, bounds, scaling), None
+    return _one_by_one(query, key, value, bounds, scaling, ROUNDED_TO if query.is_cuda else 1), None
 
 
 def _one_by_one(
-    query: Tensor, key: Tensor, value: Tensor, bounds: list[tuple[int, int, int]], scaling: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: list[tuple[int, int, int]],
+    scaling: float | None,
+    rounded_to: int = 1,
 ) -> Tensor:
+    """Documents that do not fill their row as if they were longer: what comes behind them nobody sees."""
     rows, heads, length, _width = query.shape
     out = query.new_empty(rows, length, heads, value.shape[-1])
     for row, start, end in bounds:
-        q, k, v = (x[row : row + 1, :, start:end] for x in (query, key, value))
+        tokens = end - start
+        planned = tokens if tokens == length else -(-tokens // rounded_to) * rounded_to
+        missing = max(0, start + planned - length)
+        q, k, v = (pad(x[row : row + 1, :, start : start + planned], (0, 0, 0, missing)) for x in (query, key, value))
         attended = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
-        out[row, start:end] = attended[0].transpose(0, 1)
+        out[row, start:end] = attended[0, :, :tokens].transpose(0, 1)
     return out
 
 

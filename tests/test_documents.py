@@ -236,6 +236,27 @@ def test_on_a_cpu_nothing_reaches_the_function(dtype, monkeypatch):
     assert varlen.calls == []
 
 
+def test_long_documents_go_one_by_one(monkeypatch):
+    """What counts is the document that a token lies in, on average over tokens."""
+    varlen = Varlen(monkeypatch)
+    monkeypatch.setattr(documents, "SHORT", 10)
+    q = torch.randn(1, 2, WIDTH, 8)
+    for lengths, calls in (([10, 10, 4], 1), ([13, 11], 0), ([16, 1, 1, 1, 1, 1, 1, 1, 1], 0), ([14, *[1] * 10], 1)):
+        varlen.calls.clear()
+        documents._together.cache_clear()
+        with documents.apart(filled([lengths], WIDTH)):
+            documents.attend(None, q, q, q, None)
+        assert len(varlen.calls) == 2 * calls, lengths  # the trial's, and its own
+
+
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
+def test_a_document_taken_for_longer_gives_the_same(rows):
+    q, k, v = torch.randn(3, len(rows), 2, WIDTH, 8, dtype=torch.float64)
+    bounds = documents._Documents.of(filled(rows, WIDTH)).bounds
+    wanted = documents._one_by_one(q, k, v, bounds, None)
+    torch.testing.assert_close(documents._one_by_one(q, k, v, bounds, None, rounded_to=7), wanted)
+
+
 # On a GPU: the function itself.
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 MORE_ROWS = ROWS | {"long documents": ([300, 1, 700], [1000], [129, 128])}
@@ -278,16 +299,18 @@ def test_one_call_on_a_gpu_gives_what_one_after_another_give(rows, shape, dtype,
 @gpu
 @pytest.mark.parametrize("kind", ["Qwen3", "Llama", "GPTNeoX"])
 @pytest.mark.parametrize("rows", MORE_ROWS.values(), ids=MORE_ROWS)
-def test_a_target_on_a_gpu_has_the_features_of_its_own_masked_attention(kind, rows, device, monkeypatch):
+@pytest.mark.parametrize("short", [True, False])
+def test_a_target_on_a_gpu_has_the_features_of_its_own_masked_attention(kind, rows, short, device, monkeypatch):
     calls, call = [], documents._call
+    monkeypatch.setattr(documents, "SHORT", 10_000 if short else 0)
     monkeypatch.setattr(documents, "_call", lambda *args: calls.append(args) or call(*args))
     batch = pack(rows, max(map(sum, rows)))
     found = Target.from_model(model(kind).to(torch.bfloat16), [1, 3], [device]).features(*batch).float()
-    assert len(calls) == 1 + 4  # the trial's, and one a layer
+    assert len(calls) == (1 + 4 if short else 0)  # the trial's, and one a layer
     monkeypatch.setattr(documents, "use", lambda body: None)
     monkeypatch.setattr(fused_target, "use", lambda body: None)
     masked = Target.from_model(model(kind).to(torch.bfloat16), [1, 3], [device]).features(*batch).float()
-    assert len(calls) == 1 + 4
+    assert len(calls) == (1 + 4 if short else 0)
     assert torch.isfinite(found).all()
     # Whole rows without documents stray by 1.2 at least, and by 0.18 in the mean.
     off = (found - masked).norm(dim=-1) / masked.norm(dim=-1)
