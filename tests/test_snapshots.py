@@ -68,6 +68,33 @@ def test_who_made_it_and_when_a_file_was_made_come_with_it(tmp_path: Path) -> No
     assert (copy.st_mode & 0o777, copy.st_mtime) == (0o755, 1e9)
 
 
+def test_tritons_notes_name_the_files_of_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They hold absolute paths, so a kernel whose first run's caches are gone would be compiled anew."""
+    cache = pytest.importorskip("triton.runtime.cache")
+
+    def kernels(name: str):
+        monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / name / "triton"))
+        return cache.FileCacheManager("kernel")
+
+    caches.layout(tmp_path / "donor")
+    made = kernels("donor")
+    parts = {part: made.put(b"made", part) for part in ("k.json", "k.ptx", "k.cubin")}
+    made.put_group("k.json", parts)
+    assert snapshots.donate(tmp_path, KEY, tmp_path / "donor", {})
+    for name in ("one", "two"):
+        taken(tmp_path, name)
+        group = kernels(name).get_group("k.json")
+        assert group == {part: str(tmp_path / name / "triton" / "kernel" / part) for part in parts}
+
+
+@pytest.mark.parametrize("content", [b"", b"no json", b"[1]", b'{"child_paths": 3}', b'{"child_paths": {"a": null}}'])
+def test_a_note_that_is_none_of_tritons_is_copied_as_it_is(tmp_path: Path, content: bytes) -> None:
+    caches.layout(tmp_path / "donor")
+    (tmp_path / "donor" / "triton" / "__grp__x.json").write_bytes(content)
+    assert snapshots.donate(tmp_path, KEY, tmp_path / "donor", {})
+    assert taken(tmp_path) == {"triton/__grp__x.json": content}
+
+
 def test_a_snapshot_is_never_changed_in_place(tmp_path: Path) -> None:
     donor(tmp_path)
     caches.layout(tmp_path / "second")

@@ -148,11 +148,27 @@ def _copy(source: Path, key: str, caches: Path) -> str:
         target = caches / name
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(content)
+            target.write_bytes(_at_home(target, content))
             shutil.copystat(source / FILES / name, target)
         except OSError as error:
             raise _unwritten("the snapshot could not be copied", error) from None
     return maker
+
+
+def _at_home(file: Path, content: bytes) -> bytes:
+    """What a cache's file has to say where `file` is its place.
+
+    Of every kernel Triton notes the absolute paths of its files, which lie beside the note; where one of them is gone it
+    compiles anew. Anything else says nothing of where it lies.
+    """
+    if not (file.name.startswith("__grp__") and file.suffix == ".json"):
+        return content
+    try:
+        note = json.loads(content)
+        note["child_paths"] = {name: str(file.with_name(Path(path).name)) for name, path in note["child_paths"].items()}
+        return json.dumps(note).encode()
+    except (ValueError, KeyError, TypeError, AttributeError):  # not as Triton writes it
+        return content
 
 
 def _manifest(source: Path, key: str) -> tuple[dict[str, tuple[int, str]], str]:
