@@ -3,17 +3,21 @@
     python benchmarks/all.py --out results
     python benchmarks/all.py --out results --specforge DIR --speculators DIR     # the step beside its peers
 
-Each is a process of its own with a JSON file in `--out`; what one of them prints goes on as it comes. One that fails or
-overruns its minutes is said and the next begins; the exit status is then 1. Kernel and step take the first GPU; the
-pipeline has its target there and its drafter on the second, if there is one.
+Each part is a process of its own that leaves a JSON file and what it printed in `--out`. Parts of one GPU run side by
+side on the first two GPUs, if there are two, each alone on its own; then the pipeline has its target on the one and
+its drafter on the other. A part that fails or overruns its minutes is said and the next begins; the exit status is
+then 1.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import queue
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +29,7 @@ HERE = Path(__file__).parent
 @dataclass(frozen=True)
 class Part:
     name: str
+    script: str
     arguments: list[str]
     seconds: int  # most it may take
     gpus: int
@@ -32,51 +37,76 @@ class Part:
 
 def main() -> None:
     options = parse()
-    out: Path = options.out
-    out.mkdir(parents=True, exist_ok=True)
-    gpus = torch.cuda.device_count()
-    failed = []
-    for part in parts(options):
-        if gpus < part.gpus and not options.tiny:
-            print(f"{part.name}: left out, needs {part.gpus} GPUs and this machine shows {gpus}", flush=True)
-            continue
-        print(f"== {part.name}", flush=True)
-        began = time.perf_counter()
-        command = [
-            sys.executable,
-            str(HERE / f"{part.name}.py"),
-            *part.arguments,
-            "--json",
-            str(out / f"{part.name}.json"),
-        ]
+    options.out.mkdir(parents=True, exist_ok=True)
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+    gpus = seen.split(",")[:2] if seen else []
+    wanted = parts(options)
+    fitting = [part for part in wanted if options.tiny or part.gpus <= len(gpus)]
+    for part in wanted:
+        if part not in fitting:
+            print(f"{part.name}: left out, needs {part.gpus} GPUs and this machine shows {len(gpus)}", flush=True)
+    # Tiny parts see no GPU and run one by one.
+    lanes: queue.Queue[str] = queue.Queue()
+    for lane in gpus or [""]:
+        lanes.put(lane)
+
+    def alone(part: Part) -> bool:
+        lane = lanes.get()
         try:
-            how: object = subprocess.run(command, timeout=part.seconds).returncode
+            return run(part, options.out, lane)
+        finally:
+            lanes.put(lane)
+
+    with ThreadPoolExecutor(lanes.qsize()) as pool:
+        done = list(pool.map(alone, [part for part in fitting if part.gpus <= 1]))
+    done += [run(part, options.out, ",".join(gpus)) for part in fitting if part.gpus > 1]
+    raise SystemExit(0 if all(done) else 1)
+
+
+def run(part: Part, out: Path, gpus: str) -> bool:
+    """Whether it ended well; what it printed is printed when it is over."""
+    command = [sys.executable, str(HERE / part.script), *part.arguments, "--json", str(out / f"{part.name}.json")]
+    printed = out / f"{part.name}.txt"
+    began = time.perf_counter()
+    how: object
+    with printed.open("w") as file:
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpus}
+        try:
+            how = subprocess.run(
+                command, env=environment, stdout=file, stderr=subprocess.STDOUT, timeout=part.seconds
+            ).returncode
         except subprocess.TimeoutExpired:
             how = f"ended after {part.seconds} s"
-        print(f"== {part.name}: {time.perf_counter() - began:.0f} s", flush=True)
-        if how:
-            failed.append(part.name)
-            print(f"{part.name} failed: {how}", flush=True)
-    raise SystemExit(1 if failed else 0)
+    text = [f"== {part.name}: {time.perf_counter() - began:.0f} s", printed.read_text()]
+    print("\n".join(text + ([f"{part.name} failed: {how}"] if how else [])), flush=True)
+    return not how
 
 
 def parts(options: argparse.Namespace) -> list[Part]:
+    """The longest first, so that two GPUs end together."""
     if options.tiny:
         return [
-            Part("step", ["--tiny", "--samples", "2"], 120, 0),
-            Part("pipeline", ["--tiny", "--shapes", "packed", "--rounds", "1", "--steps", "10"], 120, 0),
+            Part("step", "step.py", ["--tiny", "--samples", "2"], 120, 0),
+            Part("pipeline", "pipeline.py", ["--tiny", "--shapes", "packed", "--rounds", "1", "--steps", "10"], 120, 0),
         ]
     commit = ["--commit", options.commit] if options.commit else []
     peers = [["--specforge", options.specforge], ["--speculators", options.speculators]]
-    # One step a sample: compiling six variants at three shapes takes most of the time as it is.
-    step = ["--samples", "3", "--steps", "1"]
+    step = ["--samples", "5", "--steps", "2", *commit]
     step += [word for option, folder in peers if folder for word in (option, str(folder))]
     timeline = ["--timeline", str(options.out / "pipeline-timeline.png")]
     shapes = ["one document of 40,000", "20 documents of 2,000", "4 rows of 3,072"]
     return [
-        Part("kernel", ["--rounds", "9", *commit, "--shapes", *shapes], 70, 1),
-        Part("step", [*step, *commit], 410, 1),
-        Part("pipeline", ["--shapes", "packed", "--rounds", "1", "--steps", "14", *timeline, *commit], 120, 1),
+        Part("step-long", "step.py", [*step, "--shapes", "long"], 180, 1),
+        Part("step-batch", "step.py", [*step, "--shapes", "batch"], 170, 1),
+        Part("step-packed", "step.py", [*step, "--shapes", "packed"], 140, 1),
+        Part("kernel", "kernel.py", ["--rounds", "9", *commit, "--shapes", *shapes], 80, 1),
+        Part(
+            "pipeline",
+            "pipeline.py",
+            ["--shapes", "packed", "--rounds", "1", "--steps", "14", *timeline, *commit],
+            120,
+            2,
+        ),
     ]
 
 

@@ -54,7 +54,7 @@ def _query_tiles(width: int, item: int) -> Tiles:
 
 # Of context_backward; Ranges.tiles is counted in them.
 BACKWARD_QUERIES, BACKWARD_KEYS = 64, 64
-OWN_ROWS, OWN_WARPS = 32, 4
+OWN_ROWS, OWN_WARPS = 16, 2
 
 # Scores, in log2, that need no maximum: their exp2, the sum of a million of them and its inverse are all far from the
 # ends of the type that holds the probabilities.

@@ -158,8 +158,8 @@ def _copy(source: Path, key: str, caches: Path) -> str:
 def _at_home(file: Path, content: bytes) -> bytes:
     """What a cache's file has to say where `file` is its place.
 
-    Of every kernel Triton notes the absolute paths of its files, which lie beside the note; where one of them is gone it
-    compiles anew. Anything else says nothing of where it lies.
+    Of every kernel Triton notes the absolute paths of its files, which lie beside the note; where one of them is gone,
+    it compiles anew. Anything else says nothing of where it lies.
     """
     if not (file.name.startswith("__grp__") and file.suffix == ".json"):
         return content
