@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._functorch.config
 from torch import Tensor
 
 from dflash.attention import DFlashMask, attend_flex, block_mask
@@ -60,6 +61,7 @@ SHAPES = {
 
 def main() -> None:
     options = parse()
+    torch._functorch.config.donated_buffer = False  # or flex's backward could run but once
     results: list[dict[str, Any]] = []
     for name in options.shapes or SHAPES:
         results.append(measure(SHAPES[name], options))
