@@ -72,11 +72,10 @@ class _HeadLoss(torch.autograd.Function):
         unscaled = torch.empty(2, len(hidden), device=hidden.device) if in_one_pass else None
         for start in range(0, len(hidden), loss.chunk):
             at = slice(start, start + loss.chunk)
-            logits = _logits(hidden[at], head)
             if unscaled is not None:
-                slope = _exponentials(logits, labels[at], losses[at], predicted[at], head.dtype, unscaled[:, at])
-                del logits
+                slope = _exponentials(hidden[at], head, labels[at], losses[at], predicted[at], unscaled[:, at])
             else:
+                logits = _logits(hidden[at], head)
                 predicted[at] = logits.argmax(-1)
                 log_q = logits.log_softmax(-1)
                 del logits
@@ -120,13 +119,20 @@ def _logits(hidden: Tensor, head: Tensor) -> Tensor:
 
 
 def _exponentials(
-    logits: Tensor, labels: Tensor, losses: Tensor, predicted: Tensor, dtype: torch.dtype, unscaled: Tensor
+    hidden: Tensor, head: Tensor, labels: Tensor, losses: Tensor, predicted: Tensor, unscaled: Tensor
 ) -> Tensor:
-    """Fills all but the logits and labels; gives exponentials in `dtype`, in the logits' place if they have it."""
+    """Fills the last three; gives exponentials [M, V] in the head's type.
+
+    In that type are the logits too, as servers have them, but for the labels': half the memory to write and to read,
+    1.4 % of a step with the head of Qwen3-8B on an H200. Of a bfloat16 logit of 20 the rounding is 0.06 at most, and
+    of the gradient 0.2 to 1 %, no more than bfloat16 layers add to it.
+    """
     from dflash.fused import cross_entropy as passes  # here, because it needs Triton
 
-    out = logits if logits.dtype == dtype else torch.empty_like(logits, dtype=dtype)
-    passes.cross_entropy(logits, labels, losses, predicted, out, passes.Unscaled(*unscaled))
+    logits = hidden @ head.T
+    out = torch.empty_like(logits)
+    rights = passes.label_logits(hidden, head, labels)
+    passes.cross_entropy(logits, rights, labels, losses, predicted, out, passes.Unscaled(*unscaled))
     return out
 
 

@@ -211,8 +211,7 @@ def test_a_targets_heads_are_normed_and_turned_in_one_pass(kind, monkeypatch):
 
 @kernels
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
-@pytest.mark.parametrize("in_place", [False, True])
-def test_cross_entropy_of_a_chunk_equals_float64(dtype, in_place):
+def test_cross_entropy_of_a_chunk_equals_float64(dtype):
     torch.manual_seed(2)
     for width in (5, 8192, 20011):
         logits = (torch.randn(4, width) * 4).to(dtype).to(DEVICE)
@@ -224,11 +223,20 @@ def test_cross_entropy_of_a_chunk_equals_float64(dtype, in_place):
         losses = torch.nn.functional.cross_entropy(exact, labels, reduction="none")
         (slope,) = torch.autograd.grad(losses.sum(), exact)
         got = torch.empty(4, device=DEVICE), torch.empty_like(labels)
-        out = logits.clone() if in_place else torch.empty_like(logits)
+        out = torch.empty_like(logits)
         unscaled = cross_entropy.Unscaled(*torch.empty(2, 4, device=DEVICE))
-        cross_entropy.cross_entropy(out if in_place else logits, labels, *got, out, unscaled)
+        rights = logits.gather(1, labels[:, None]).squeeze(1).float()
+        beside = logits.scatter(1, labels[:, None], 1e4)  # a label's own logit comes from elsewhere
+        cross_entropy.cross_entropy(beside, rights, labels, *got, out, unscaled)
         torch.testing.assert_close(got[0].double(), losses.detach(), rtol=1e-5, atol=1e-5)
         assert got[1].tolist() == [int(row.argmax()) for row in logits[:2]] + [1, width - 1]
+        nearly = torch.empty(4, device=DEVICE), torch.empty_like(labels)
+        highest = logits.float().scatter(1, labels[:, None], -torch.inf).max(1).values
+        for share, likeliest in ((1.0001, True), (0.9999, False)):  # of logits above zero
+            rights_nearly = highest * share
+            cross_entropy.cross_entropy(beside, rights_nearly, labels, *nearly, torch.empty_like(logits), unscaled)
+            assert ((nearly[1] == labels) == likeliest).all()
+        cross_entropy.cross_entropy(beside, rights, labels, *got, out, unscaled)
         found = out.double() * unscaled.scale[:, None]
         assert (found.gather(1, labels[:, None]) == 0).all()
         found.scatter_(1, labels[:, None], unscaled.own.double()[:, None])
@@ -241,11 +249,11 @@ def test_cross_entropy_of_a_chunk_equals_float64(dtype, in_place):
 
 @kernels
 def test_a_label_that_is_all_but_certain_keeps_the_slope_that_is_left():
-    logits = torch.zeros(1, 3, device=DEVICE, dtype=HALF)
-    logits[0, 1] = 17.0
+    logits, right = torch.zeros(1, 3, device=DEVICE, dtype=HALF), torch.full((1,), 17.0, device=DEVICE)
     got = torch.empty(1, device=DEVICE), torch.empty(1, dtype=torch.int64, device=DEVICE)
     unscaled = cross_entropy.Unscaled(*torch.empty(2, 1, device=DEVICE))
-    cross_entropy.cross_entropy(logits, torch.tensor([1], device=DEVICE), *got, torch.empty_like(logits), unscaled)
+    label = torch.tensor([1], device=DEVICE)
+    cross_entropy.cross_entropy(logits, right, label, *got, torch.empty_like(logits), unscaled)
     assert float(unscaled.own) == pytest.approx(-2 / (2 + math.exp(17)), rel=1e-3)
 
 
@@ -256,6 +264,17 @@ def test_not_a_number_reaches_the_loss_and_the_token_stays_one_of_the_vocabulary
     losses, predicted = torch.empty(3, device=DEVICE), torch.empty(3, dtype=torch.int64, device=DEVICE)
     labels = torch.tensor([1, 2, 3], device=DEVICE)
     unscaled = cross_entropy.Unscaled(*torch.empty(2, 3, device=DEVICE))
-    cross_entropy.cross_entropy(logits, labels, losses, predicted, torch.empty_like(logits), unscaled)
+    rights = logits.gather(1, labels[:, None]).squeeze(1)
+    cross_entropy.cross_entropy(logits, rights, labels, losses, predicted, torch.empty_like(logits), unscaled)
     assert losses.isnan().all()
     assert ((predicted >= 0) & (predicted < 9000)).all()
+
+
+@kernels
+def test_a_labels_logit_is_not_rounded():
+    torch.manual_seed(4)
+    hidden, head = (torch.randn(n, 200, device=DEVICE).to(HALF) for n in (7, 30))
+    labels = torch.randint(30, (7,), device=DEVICE)
+    wanted = (hidden.double() * head.double()[labels]).sum(1)
+    got = cross_entropy.label_logits(hidden, head, labels)
+    torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-5)

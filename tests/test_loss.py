@@ -207,7 +207,8 @@ def test_logits_far_apart_stay_finite(kind):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("kind", LOSSES)
-def test_on_a_gpu_nothing_waits_for_the_device_and_bfloat16_logits_are_float32(kind):
+def test_on_a_gpu_nothing_waits_for_the_device_and_little_is_rounded(kind):
+    """Of cross-entropy the logits are bfloat16 but for the label's, of the others float32."""
     case = _case([7] * 20, 500, 3, width=64)
     case["head"] *= 0.3
     case = {n: v.bfloat16().double() if v.dtype == torch.float64 else v for n, v in case.items()}
@@ -221,5 +222,6 @@ def test_on_a_gpu_nothing_waits_for_the_device_and_bfloat16_logits_are_float32(k
         got, gradient = _ours(case, Loss(kind=kind, chunk=64), torch.bfloat16)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert torch.allclose(got.losses.double(), losses, rtol=1e-4, atol=1e-4)
+    largest = 2e-3 if kind in ("ce", "dpace") else 1e-4
+    assert torch.allclose(got.losses.double(), losses, rtol=largest, atol=largest)
     assert (gradient.double() / 3 - expected).norm() < 0.01 * expected.norm()

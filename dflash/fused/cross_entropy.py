@@ -3,7 +3,8 @@
 A softmax divides by a sum that is known only at a row's end. What is written on the way are exponentials not yet
 divided; they are multiplied with the head as they are, and each row of the product is divided afterwards, when
 it is H numbers wide and no longer V. The label's own part is added then too, in full precision: rounded among the
-others, 1 - p(label) would be lost where the drafter is sure.
+others, 1 - p(label) would be lost where the drafter is sure. For the same reason its logit is not read among the
+others but computed anew.
 """
 
 # mypy: allow-untyped-defs
@@ -35,18 +36,8 @@ class Unscaled(NamedTuple):
 
 
 @triton.jit
-def _highest(logits, width, BLOCK: tl.constexpr):
-    at = tl.arange(0, BLOCK)
-    high = tl.full([BLOCK], -1e38, dtype=tl.float32)
-    for start in range(0, width, BLOCK):
-        value = tl.load(logits + start + at, mask=start + at < width, other=float("-inf")).to(tl.float32)
-        high = tl.maximum(high, value)
-    return tl.max(high, 0)
-
-
-@triton.jit
 def _exponentials(logits, out, label, reference, largest, width, BLOCK: tl.constexpr):
-    # Writes exp(logit - reference), 0 for the label; gives their sum, the highest logit of all, and where it is.
+    # Writes exp(logit - reference), 0 for the label; gives their sum, the highest logit of the others, and where it is.
     at = tl.arange(0, BLOCK)
     others = tl.zeros([BLOCK], dtype=tl.float32)
     high = tl.full([BLOCK], -1e38, dtype=tl.float32)  # finite, so that a row of -inf has a place for its likeliest
@@ -54,13 +45,13 @@ def _exponentials(logits, out, label, reference, largest, width, BLOCK: tl.const
     for start in range(0, width, BLOCK):
         place = start + at
         inside = place < width
-        value = tl.load(logits + place, mask=inside, other=float("-inf")).to(tl.float32)
+        value = tl.load(logits + place, mask=inside & (place != label), other=float("-inf")).to(tl.float32)
         above = value > high
         high = tl.where(above, value, high)
         where = tl.where(above, place, where)
         # Not tl.minimum, which would lose what is not a number.
         shifted = value - reference
-        power = tl.where(place == label, 0.0, tl.exp(tl.where(shifted > largest, largest, shifted)))
+        power = tl.exp(tl.where(shifted > largest, largest, shifted))
         others += power
         tl.store(out + place, power.to(out.dtype.element_ty), mask=inside)
     top = tl.max(high, 0)
@@ -69,30 +60,38 @@ def _exponentials(logits, out, label, reference, largest, width, BLOCK: tl.const
 
 @triton.jit
 def _cross_entropy(
-    logits, labels, losses, predicted, out, scale, own, width, stride, largest, IN_PLACE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    logits, rights, labels, losses, predicted, out, scale, own, width, stride, largest, BLOCK: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(0)
     begin, end = logits + row.to(tl.int64) * stride, out + row.to(tl.int64) * width
-    label = tl.load(labels + row)
-    right = tl.load(begin + label).to(tl.float32)  # before any warp can write there
-    if IN_PLACE:  # what is overwritten cannot be read again
-        reference = _highest(begin, width, BLOCK)
-    else:
-        # Any reference will do that is no further below the highest than `largest`: some logits of the row nearly
-        # always are.
-        at = tl.arange(0, BLOCK)
-        some = tl.load(begin + at, mask=at < width, other=float("-inf")).to(tl.float32)
-        reference = tl.maximum(tl.maximum(tl.max(some, 0), right), -1e38)
+    label, right = tl.load(labels + row), tl.load(rights + row)
+    # Any reference will do that is no further below the highest than `largest`: some logits of the row nearly always
+    # are.
+    at = tl.arange(0, BLOCK)
+    some = tl.load(begin + at, mask=(at < width) & (at != label), other=float("-inf")).to(tl.float32)
+    reference = tl.maximum(tl.maximum(tl.max(some, 0), right), -1e38)
     others, top, likeliest = _exponentials(begin, end, label, reference, largest, width, BLOCK)
     if top - reference > largest:
         reference = top
         others, top, likeliest = _exponentials(begin, end, label, reference, largest, width, BLOCK)
     total = others + tl.exp(right - reference)
     tl.store(losses + row, reference + tl.log(total) - right)
-    tl.store(predicted + row, tl.minimum(likeliest, width - 1).to(tl.int64))
+    likeliest = tl.minimum(likeliest, width - 1).to(tl.int64)
+    first = tl.where(right == top, tl.minimum(likeliest, label), likeliest)
+    tl.store(predicted + row, tl.where(right > top, label, first))
     tl.store(scale + row, 1.0 / total)
     tl.store(own + row, -others / total)
+
+
+@triton.jit
+def _label_logits(hidden, head, labels, out, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    at = tl.arange(0, BLOCK)
+    inside = at < width
+    token = tl.load(labels + row) * width
+    one = tl.load(hidden + row.to(tl.int64) * width + at, mask=inside, other=0.0).to(tl.float32)
+    other = tl.load(head + token + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row, tl.sum(one * other, 0))
 
 
 @triton.jit
@@ -107,20 +106,35 @@ def _complete(products, head, labels, scale, own, weight, out, width, BLOCK: tl.
     tl.store(out + begin + at, gradient.to(out.dtype.element_ty), mask=inside)
 
 
+def label_logits(hidden: Tensor, head: Tensor, labels: Tensor) -> Tensor:
+    """Each row's logit of its label, float32 [M], never rounded; hidden [M, H], head [V, H], labels int64 [M]."""
+    logits = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
+    block = triton.next_power_of_2(hidden.shape[1])
+    if len(hidden):
+        with launch.on(hidden):
+            _label_logits[(len(hidden),)](hidden, head, labels, logits, hidden.shape[1], block)
+    return logits
+
+
 def cross_entropy(
-    logits: Tensor, labels: Tensor, losses: Tensor, predicted: Tensor, out: Tensor, unscaled: Unscaled
+    logits: Tensor,
+    rights: Tensor,
+    labels: Tensor,
+    losses: Tensor,
+    predicted: Tensor,
+    out: Tensor,
+    unscaled: Unscaled,
 ) -> None:
     """Fill `losses` float32 [M], `predicted` int64 [M], `out` [M, V] and `unscaled`.
 
     d losses / d logits is out * unscaled.scale[:, None], with unscaled.own at each row's label, where `out` is zero.
-    `logits` [M, V] of any float type, last dimension dense; `out` may be the logits' own memory if types agree.
+    `logits` [M, V] of any float type, last dimension dense; the labels' own are `rights` float32 [M] instead.
     """
     if len(logits):
-        in_place = out.data_ptr() == logits.data_ptr()
         with launch.on(logits):
             _cross_entropy[(len(logits),)](
-                logits, labels, losses, predicted, out, unscaled.scale, unscaled.own, logits.shape[1],
-                logits.stride(0), _LARGEST[out.dtype], in_place, _BLOCK, num_warps=_WARPS,
+                logits, rights, labels, losses, predicted, out, unscaled.scale, unscaled.own, logits.shape[1],
+                logits.stride(0), _LARGEST[out.dtype], _BLOCK, num_warps=_WARPS,
             )  # fmt: skip
 
 
