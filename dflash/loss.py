@@ -123,9 +123,9 @@ def _exponentials(
 ) -> Tensor:
     """Fills the last three; gives exponentials [M, V] in the head's type.
 
-    In that type are the logits too, as servers have them, but for the labels': half the memory to write and to read,
-    1.4 % of a step with the head of Qwen3-8B on an H200. Of a bfloat16 logit of 20 the rounding is 0.06 at most, and
-    of the gradient 0.2 to 1 %, no more than bfloat16 layers add to it.
+    In that type are the logits too, as servers have them, but for the labels': half the memory to write and to read
+    of float32 ones. Of a bfloat16 logit of 20 the rounding is 0.06 at most, which leaves 0.2 to 1 % in the gradient
+    (docs/LOG.md).
     """
     from dflash.fused import cross_entropy as passes  # here, because it needs Triton
 

@@ -74,6 +74,28 @@ def test_batches_come_out_in_order_and_never_more_than_the_bound_waits(kind):
     assert channel.stats().target_waited > 0.1  # it waited for room while we slept
 
 
+@pytest.mark.parametrize("kind", [0, 1], ids=["threads", "processes"])
+def test_a_channel_rests_where_one_side_has_to_wait(kind):
+    channel = channels()[kind]  # for two batches
+    reader = copy.copy(channel) if kind else channel
+    assert reader.resting, "the drafter would wait"
+    for index in range(2):
+        channel.put(batch(index))
+        assert not reader.resting
+    sender = threading.Thread(target=lambda: channel.put(batch(2)))
+    sender.start()
+    deadline = time.monotonic() + 20
+    while not reader.resting:
+        assert time.monotonic() < deadline, "the target waits for room"
+        time.sleep(0.01)
+    reader.get(CPU)
+    sender.join(20)
+    assert not reader.resting
+    for _ in range(2):
+        reader.get(CPU)
+    assert reader.resting
+
+
 def test_very_many_small_batches_may_wait_between_processes():
     context = torch.multiprocessing.get_context("spawn")
     channel = ProcessChannel(64 << 20, (1, 4, 2), torch.float32, context)  # two million slots

@@ -24,6 +24,7 @@ from dflash.pipeline.layout import Layout
 from dflash.pipeline.step import FrozenEnds
 from dflash.pipeline.target_worker import run_target
 from dflash.pipeline.tools import Tools
+from dflash.pipeline.window import Window
 from dflash.plan import Variant
 from dflash.probe import Probe
 from dflash.settings import JobSettings
@@ -42,10 +43,16 @@ TARGET = SimpleNamespace(
 
 
 class Backlog:
-    """A channel in which `waiting` batches lie since long ago; those after them are made when asked for."""
+    """A channel in which `waiting` batches lie since long ago. Of those after them `made_since` lie there when they are
+    asked for, the others are made then.
+    """
 
-    def __init__(self, waiting: int) -> None:
-        self.waiting, self.given = waiting, 0
+    def __init__(self, waiting: int, made_since: int = 0) -> None:
+        self.waiting, self.made_since, self.given = waiting, made_since, 0
+
+    @property
+    def resting(self) -> bool:
+        return self.given >= self.waiting + self.made_since
 
     def get(self, device: torch.device) -> Batch:
         row = torch.arange(16)[None]
@@ -61,7 +68,9 @@ class Backlog:
         return ChannelStats(0, 0.0, 0.0)
 
 
-def run(tmp_path: Path, waiting: int, steady_after: int, stop_at: int = 0) -> tuple[str, list[dict[str, Any]]]:
+def run(
+    tmp_path: Path, waiting: int, steady_after: int, stop_at: int = 0, made_since: int = 0
+) -> tuple[str, list[dict[str, Any]]]:
     """Status and step events of a run of nine steps; asked to stop during step `stop_at`."""
     tmp_path.mkdir(exist_ok=True)
     torch.manual_seed(0)
@@ -80,7 +89,7 @@ def run(tmp_path: Path, waiting: int, steady_after: int, stop_at: int = 0) -> tu
     drafter = Drafter(geometry, strategy.prepare, strategy.attend, draw(geometry, job.seed))
     ends = FrozenEnds(torch.randn(16, 8), 1.0, torch.randn(16, 8), 15)
     layout = Layout.of(job)
-    channel = Backlog(waiting)
+    channel = Backlog(waiting, made_since)
     tools = Tools(
         job, layout, {"": 0}, {(0, 0): channel}, events, probe, strategy, lambda: 0 < stop_at <= channel.given
     )
@@ -90,8 +99,8 @@ def run(tmp_path: Path, waiting: int, steady_after: int, stop_at: int = 0) -> tu
     return status, [e for e in EventReader(tmp_path / "events.jsonl").poll() if e["event"] == "step"]
 
 
-def steady_steps(tmp_path: Path, waiting: int, steady_after: int) -> list[int]:
-    status, steps = run(tmp_path, waiting, steady_after)
+def steady_steps(tmp_path: Path, waiting: int, steady_after: int, made_since: int = 0) -> list[int]:
+    status, steps = run(tmp_path, waiting, steady_after, made_since=made_since)
     assert status == "ok"
     return [e["step"] for e in steps if e["steady"]]
 
@@ -102,6 +111,25 @@ def test_the_measured_window_opens_after_warm_up_when_nothing_waits(tmp_path):
 
 def test_batches_that_piled_up_during_warm_up_are_no_speed(tmp_path):
     assert steady_steps(tmp_path, waiting=7, steady_after=3) == [8, 9]
+
+
+def test_nor_are_batches_that_piled_up_while_those_were_used(tmp_path):
+    """They come at the drafter's pace, not at their target's."""
+    assert steady_steps(tmp_path, waiting=5, steady_after=3, made_since=2) == [8, 9]
+
+
+def test_the_window_opens_where_the_channel_rests_and_stays_open():
+    window = Window()
+    assert not window.has(5.0, resting=True), "warm-up is not over"
+    window.warm = 10.0
+    steps = [(9.0, True), (9.5, False), (10.5, False), (11.0, True), (12.0, False), (13.0, False)]
+    assert [window.has(*step) for step in steps] == [False, False, False, True, True, True]
+
+
+def test_between_two_equally_fast_sides_the_window_opens_once_the_backlog_was_used_twice():
+    window = Window(warm=10.0)
+    assert [window.has(made, resting=False) for made in (8.0, 9.0, 11.0, 12.0, 13.0)] == [False] * 4 + [True]
+    assert Window(warm=10.0).has(11.0, resting=False), "there was no backlog"
 
 
 def test_a_run_that_only_uses_up_its_backlog_measures_nothing(tmp_path):

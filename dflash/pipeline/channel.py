@@ -30,6 +30,8 @@ class ChannelStats:
 class Channel(Protocol):
     @property
     def left(self) -> bool: ...
+    @property
+    def resting(self) -> bool: ...
     def put(self, batch: Batch) -> None: ...
     def get(self, device: torch.device) -> Batch: ...
     def leave(self) -> None: ...
@@ -47,16 +49,17 @@ class ThreadChannel:
         self._batches: deque[Batch] = deque()
         self._bytes = 0
         self._changed = threading.Condition()
-        self._left = self._aborted = False
+        self._left = self._aborted = self._full = False
         self._target_waited = self._drafter_waited = 0.0
 
     def put(self, batch: Batch) -> None:
         """Wait for room, then append; raises Aborted. Nothing more is kept once the drafter has left."""
         with self._changed:
-            since = time.perf_counter()
+            since, self._full = time.perf_counter(), True
             self._changed.wait_for(
                 lambda: self._aborted or self._left or not self._batches or self._bytes + batch.bytes <= self._limit
             )
+            self._full = False
             self._target_waited += time.perf_counter() - since
             if self._aborted:
                 raise Aborted
@@ -83,6 +86,12 @@ class ThreadChannel:
     @property
     def left(self) -> bool:
         return self._left
+
+    @property
+    def resting(self) -> bool:
+        """Whether one side is at its own pace: the drafter finds nothing here, or the target waits for room."""
+        with self._changed:
+            return self._full or not self._batches
 
     def leave(self) -> None:
         """The drafter takes no more: its target, which feeds others too, need not wait for it."""
@@ -115,13 +124,17 @@ class ProcessChannel:
         self._slots = torch.empty((count, *shape), dtype=dtype).share_memory_()
         self._free, self._ready = context.Semaphore(count), context.SimpleQueue()
         self._waiting, self._left, self._handing = context.Value("q", 0), context.Value("b", 0), context.Lock()
+        self._full = context.Value("b", 0)
         self._target_waited, self._drafter_waited = context.Value("d", 0.0), context.Value("d", 0.0)
         self._locked = False
         self._next = 0  # the slot that this end uses next: writer and reader go round in the same order
 
     def put(self, batch: Batch) -> None:
         since = time.perf_counter()
-        self._free.acquire()
+        if not self._free.acquire(block=False):
+            self._full.value = 1
+            self._free.acquire()
+            self._full.value = 0
         self._target_waited.value += time.perf_counter() - since  # one writer
         assert batch.features is not None
         with self._handing:
@@ -152,6 +165,11 @@ class ProcessChannel:
     @property
     def left(self) -> bool:
         return bool(self._left.value)
+
+    @property
+    def resting(self) -> bool:
+        """As ThreadChannel's."""
+        return bool(self._full.value) or not self._waiting.value
 
     def leave(self) -> None:
         """As ThreadChannel's. What the target is at is read off: a pipe that nobody reads would hold it for ever."""

@@ -28,6 +28,7 @@ from dflash.pipeline.step import FrozenEnds, gradient_step
 from dflash.pipeline.sums import StepSums
 from dflash.pipeline.tools import Tools
 from dflash.pipeline.transfer import Underway
+from dflash.pipeline.window import Window
 from dflash.plan import Variant
 from dflash.settings import JobSettings
 from dflash.target import Target
@@ -88,7 +89,7 @@ def run_drafter(tools: Tools, work: Work) -> tuple[str, dict[str, Any]]:
     forward = strategy.compile_forward(drafter)
     status = "ok"
     figures: dict[str, Any] = {"steps": done}
-    warm = float("inf")  # when warm-up ended
+    window = Window()
     told: deque[_Told] = deque()  # steps whose figures are still on the device
     if done == job.train.steps:
         _leave(tools, seat)
@@ -97,7 +98,7 @@ def run_drafter(tools: Tools, work: Work) -> tuple[str, dict[str, Any]]:
     for step in profiled(steps, tools, device) if seat.leads else steps:
         if reporter:
             reporter.step_begins(step)
-        total = _gradient(tools, work, name, master, forward, step, warm, reporter)
+        total = _gradient(tools, work, name, master, forward, step, window, reporter)
         total = work.averager.total(seat.rank, total)
         with strategy.quiet(), span("optimiser", device):
             split = len(total) - sums.length(job.drafter.block)
@@ -118,7 +119,7 @@ def run_drafter(tools: Tools, work: Work) -> tuple[str, dict[str, Any]]:
             if reporter:
                 figures |= reporter.step_ended(one.step, ended, seen, grad_norm, one.lr)
             if one.step == done + max(1, job.train.unmeasured):
-                warm = ended
+                window.warm = ended
             stop |= bool(seen.stop) and not last
         if stop or last:
             _leave(tools, seat)
@@ -153,22 +154,24 @@ def _gradient(
     master: Master,
     forward: Callable[..., Tensor],
     step: int,
-    warm: float,
+    window: Window,
     reporter: Reporter | None,
 ) -> Tensor:
     """The gradient of all of a rank's batches of a step, with their sums behind it, float32 [n + length(B)]."""
     job, layout, strategy = work.job, tools.layout, tools.strategy
     device, total = work.ends.head.device, None
     for index in layout.used_by(work.seat.rank, step):
+        channel = tools.channels[layout.maker(index), work.seat.worker]
+        resting = channel.resting
         with span("wait"):
-            batch = tools.channels[layout.maker(index), work.seat.worker].get(device)
+            batch = channel.get(device)
         if reporter:
             reporter.batch_arrived(batch)
         shape_class = (str(device), tuple(batch.tokens.shape), job.drafter.anchors, job.drafter.block)
-        stop = tools.stopping()
+        measured, stop = window.has(batch.made, resting), tools.stopping()
 
-        def body(batch: Batch = batch, stop: bool = stop) -> Tensor:
-            return gradient_step(job, work.drafter, forward, work.ends, batch, batch.made > warm, stop)
+        def body(batch: Batch = batch, measured: bool = measured, stop: bool = stop) -> Tensor:
+            return gradient_step(job, work.drafter, forward, work.ends, batch, measured, stop)
 
         with span("step", device):
             counted = strategy.run(name, shape_class, body)

@@ -78,8 +78,7 @@ class Reporter:
             lr=lr,
             grad_norm=grad_norm,
             seconds=seconds,
-            # A backlog that targets made while drafters compiled is no speed: it is used up first.
-            steady=sums.fresh == layout.batches_a_step,
+            steady=sums.measured == layout.batches_a_step,
             queue_bytes=sum(channel.bytes for channel in waiting.values()),
             wait_s=wait_s,
             stage_tok_s=_stage_rates(one.batches, seconds - wait_s[f"drafter{self.seat.worker}"]),

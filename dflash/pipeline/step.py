@@ -39,7 +39,7 @@ def gradient_step(
     forward: Callable[..., Tensor],
     ends: FrozenEnds,
     batch: Batch,
-    fresh: bool,
+    measured: bool,
     stop: bool,
 ) -> Tensor:
     """Leave the gradient of the weighted loss sum in the drafter's parameters; gives the sums (`sums.vector`).
@@ -102,7 +102,7 @@ def gradient_step(
         batch.context_tokens,
         sum(of for of, _ in covered),
         sum(supervised for _, supervised in covered),
-        fresh,
+        measured,
         stop,
     ]
     return sums.vector([loss.total, loss.weight_sum, right.sum(), accept], counted, by_slot[:, 1:])

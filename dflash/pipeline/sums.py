@@ -29,7 +29,7 @@ class StepSums:
     tokens: float  # of context, without padding
     covered: float  # supervised tokens that were some slot's label
     supervised: float
-    fresh: float  # batches that were made after warm-up ended
+    measured: float  # batches in the measured window
     stop: float  # drafters that were asked to end
     # By slot, from slot 1:
     loss_at: list[float]
