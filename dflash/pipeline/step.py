@@ -74,8 +74,10 @@ def gradient_step(
     slots = _Supervised.of(blocks, block, PADDED_TO.get(device.type, 1))
     at, labels = sent(slots.at, device), sent(blocks.labels.flatten()[slots.at], device)
     weight = sent(blocks.weight.flatten()[slots.at], device)
+    picked = _Pick.apply(hidden.flatten(0, 1), sent(slots.row, device))
+    del x, hidden  # no backward needs them; they would stay for as long as it runs
     loss = head_loss(
-        _Pick.apply(hidden.flatten(0, 1), sent(slots.row, device)),
+        picked,
         ends.head,
         labels,
         weight,
