@@ -170,8 +170,8 @@ class _Record:
         self.look_beside()
         if self.written["beside"]:
             store.write(self.folder / store.RUN_FILE, self.written)
-        if verdict.verdict == "ok" and self.run.cell["cache"] == caches.COLD and self.caches.exists():
-            self._donate(outcome.events)
+        if self.caches.exists():
+            self._hand_on(verdict, cache or {}, outcome.events)
         shutil.rmtree(self.caches, ignore_errors=True)
         ended = time.time()
         child = outcome.ended - outcome.started
@@ -194,11 +194,38 @@ class _Record:
         store.write(self.folder / store.VERDICT_FILE, told)
         return told
 
-    def _donate(self, events: list[dict[str, Any]]) -> None:
-        """Give the caches of this run as the snapshot of its key, if there is none yet."""
-        key, run = self.run.snapshot_key(), self.run
+    def _hand_on(self, verdict: Verdict, cache: dict[str, Any], events: list[dict[str, Any]]) -> None:
+        """Give the caches of this run to others, if they are of use.
+
+        Those of a cold run become the snapshot of its key, if there is none yet. A warm one that did start from the
+        snapshot, with nothing wrong but that it missed, leaves what the next would miss: its caches take the
+        snapshot's place.
+        """
+        run, state = self.run, self.run.cell["cache"]
+        if state == caches.COLD and verdict.verdict == "ok":
+            key = run.snapshot_key()
+            try:
+                snapshots.donate(self.session.folder, key, self.caches, self._made_from(events))
+            except snapshots.Fault as fault:
+                self.session.unprimed[key] = fault
+                self.session.display.note(f"{self.folder.name}: {fault}")
+        elif state == caches.WARM and verdict.verdict == "degraded" and (made_by := cache.get("made_by")):
+            # The miss is the last of all doubts: where it is the cause there is no other.
+            donor, cause = run.donor(), verdict.signature.cause if verdict.signature else ""
+            if donor is None or cause != "cache.warm_missed":
+                return
+            key = donor.snapshot_key()
+            try:
+                if snapshots.grow(self.session.folder, key, self.caches, self._made_from(events), made_by):
+                    self.session.display.note(f"{self.folder.name}: what it compiled is there for the next")
+            except snapshots.Fault as fault:  # the one before is still there
+                self.session.display.note(f"{self.folder.name}: {fault}")
+
+    def _made_from(self, events: list[dict[str, Any]]) -> dict[str, Any]:
+        """What a snapshot of this run's caches says of itself."""
+        run = self.run
         start: dict[str, Any] = next((e for e in events if e.get("event") == "start"), {})
-        made_from = {
+        return {
             "run": self.folder.name,
             "command": list(run.workload.argv),
             "cell": run.cell,
@@ -206,11 +233,6 @@ class _Record:
             "device": {name: start.get(name) for name in ("device", "gpus", "torch", "cuda", "triton")},
             "settings": run.facts["settings"],
         }
-        try:
-            snapshots.donate(self.session.folder, key, self.caches, made_from)
-        except snapshots.Fault as fault:
-            self.session.unprimed[key] = fault
-            self.session.display.note(f"{self.folder.name}: {fault}")
 
 
 def described(run: Run, sweep: str, attempt: int) -> dict[str, Any]:

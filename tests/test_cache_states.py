@@ -127,7 +127,15 @@ def damage(during: run.Session) -> None:
     graph.write_text("compilex")
 
 
-def test_a_damaged_snapshot_is_made_again_and_the_run_says_so(tmp_path: Path) -> None:
+def lose_the_manifest(during: run.Session) -> None:
+    (manifest,) = during.folder.glob("snapshots/*/manifest.json")
+    manifest.unlink()
+
+
+@pytest.mark.parametrize("damage", [damage, lose_the_manifest])
+def test_a_damaged_snapshot_is_made_again_and_the_run_says_so(
+    tmp_path: Path, damage: Callable[[run.Session], None]
+) -> None:
     during, ours = session(tmp_path / "store"), wheel(tmp_path, "cu130")
     done(job(ours, "cold"), during)
     damage(during)
@@ -178,6 +186,126 @@ def test_a_disk_too_full_for_a_snapshot_is_the_reason_of_the_runs_that_wanted_it
         assert (told["verdict"], told["signature"]["cause"]) == ("degraded", "host.disk_full")
         assert "no snapshot could be made (No space left on device)" in told["reason"]
     assert len([name for name in runs(during.folder) if name.startswith("prime")]) == 1, "it is not tried each time"
+
+
+GROWING = ("a", "second:b")
+
+
+def lying(during: run.Session) -> dict[str, bytes]:
+    """Everything in the store's snapshots."""
+    folder = during.folder / "snapshots"
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_what_a_warm_run_missed_the_next_one_finds(tmp_path: Path) -> None:
+    during, ours = session(tmp_path / "store"), wheel(tmp_path, "cu130")
+    cold, warm = job(ours, "cold", graphs=GROWING), job(ours, "warm", graphs=GROWING)
+    assert done(cold, during)["verdict"] == "ok"
+    missed, found = done(warm, during), done(warm.repeated(2), during)
+    assert (missed["verdict"], missed["signature"]["cause"]) == ("degraded", "cache.warm_missed")
+    assert (missed["cache"]["proved"], missed["cache"]["why"]) == ("mixed", "1 hits, 1 misses")
+    assert (found["verdict"], found["cache"]["proved"]) == ("ok", "warm")
+    assert found["cache"]["why"] == "2 files before, none new; 2 hits"
+    first, second, third = (store.attempts(during.folder, one)[0].folder.name for one in (cold, warm, warm.repeated(2)))
+    assert (missed["cache"]["made_by"], found["cache"]["made_by"]) == (first, second)
+    (grown,) = snapshots.survey(during.folder)
+    assert (grown.made_from["run"], grown.made_from["grown_from"]) == (second, [first])
+    assert grown.used_by == (third,), "the run that grew it started from the one before"
+
+
+def spoil(during: run.Session, patch: pytest.MonkeyPatch) -> None:
+    """Let no snapshot be copied: the run starts cold, and compiles another selection."""
+
+    def full(path: Path, content: bytes) -> int:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    patch.setattr(Path, "write_bytes", full)
+
+
+@pytest.mark.parametrize(
+    ("state", "more", "spoilt", "verdict", "cause"),
+    [
+        ("warm", "fails", None, "failed", "unknown"),
+        ("warm", "recompiles", None, "degraded", "compile.recompiled"),
+        ("warm", "second:c", spoil, "degraded", "cache.warm_missed"),
+        ("foreign", "second:c", None, "ok", None),
+        ("standalone", "second:c", None, "ok", None),
+    ],
+)
+def test_only_what_started_from_its_own_snapshot_and_did_nothing_wrong_but_miss_hands_on_its_caches(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    state: str,
+    more: str,
+    spoilt: Callable[[run.Session, pytest.MonkeyPatch], None] | None,
+    verdict: str,
+    cause: str | None,
+) -> None:
+    during, ours = session(tmp_path / "store"), wheel(tmp_path, "cu130")
+    source = wheel(tmp_path, "cu128") if state == "foreign" else None
+    one = job(ours, state, source, graphs=(*GROWING, more))
+    donor = one.donor()
+    assert donor is not None
+    filled = job(donor.wheel, "cold", graphs=("a",))  # as a cold run that went well would have left them
+    left = run.execute(filled, during, 1)
+    assert left is not None
+    (made,) = during.folder.glob("snapshots/*")
+    manifest = made / "manifest.json"
+    manifest.write_text(manifest.read_text().replace(filled.snapshot_key(), donor.snapshot_key()))
+    made.rename(snapshots.place(during.folder, donor.snapshot_key()))
+    before = lying(during)
+    if spoilt:
+        spoilt(during, monkeypatch)
+    told = done(one, during)
+    assert (told["verdict"], (told["signature"] or {}).get("cause")) == (verdict, cause)
+    assert told["cache"]["proved"] == "mixed"
+    assert told["cache"]["layers"]["fxgraph"]["misses"] > 0
+    assert lying(during) == before
+
+
+def test_a_disk_too_full_for_what_a_warm_run_missed_leaves_the_snapshot_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    during, ours = session(tmp_path / "store"), wheel(tmp_path, "cu130")
+    warm = job(ours, "warm", graphs=GROWING)
+    done(job(ours, "cold", graphs=GROWING), during)
+    before, rename = lying(during), os.rename
+
+    def full(source: Any, target: Any) -> None:
+        if "snapshots" in str(target):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", full)
+    for repeat in (1, 2):
+        told = done(warm.repeated(repeat), during)
+        assert told["signature"]["cause"] == "cache.warm_missed"
+        assert "1 hits, 1 misses" in told["reason"]
+    assert lying(during) == before
+    assert "no snapshot could be made (No space left on device)" in during.display.notes[-1]
+    monkeypatch.undo()
+    assert [done(warm.repeated(repeat), during)["verdict"] for repeat in (3, 4)] == ["degraded", "ok"]
+
+
+def test_a_sweep_whose_warm_run_compiles_more_has_warm_runs_from_the_second_repeat_on(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    cells = ["-m", *compiling(*GROWING)[:-1], "cache=cold,warm", "repeat=3"]
+
+    def warm() -> dict[str, tuple[str, str]]:
+        """Verdict and proof, by repeat and attempt."""
+        found = {name.rpartition("-")[2]: verdict for name, verdict in runs(store).items() if "-warm-" in name}
+        return {name: (verdict["verdict"], verdict["cache"]["proved"]) for name, verdict in found.items()}
+
+    once = sweeper(store, *cells)
+    assert once.returncode == 0, once.stderr
+    missed, found = ("degraded", "mixed"), ("ok", "warm")
+    assert warm() == {"r1.a1": missed, "r2.a1": found, "r3.a1": found}
+    assert {one["cache"]["proved"] for name, one in runs(store).items() if "-cold-" in name} == {"cold"}
+    again = sweeper(store, *cells)
+    assert "6 of 6 runs are done already" in again.stderr
+    assert len(runs(store)) == 6
+    sweeper(store, *cells, "rerun=cache.warm_missed")
+    assert warm() == {"r1.a1": missed, "r1.a2": found, "r2.a1": found, "r3.a1": found}
 
 
 def test_a_warm_cell_is_primed_once_and_proved_warm(tmp_path: Path) -> None:
@@ -282,16 +410,17 @@ def test_a_harness_killed_while_it_primes_leaves_nothing_and_the_next_one_primes
     primed_again(store, cells, 1)
 
 
-# The command, killed by itself at the first call of the system (as Python's audit events name it) on such a path.
+# The command, killed by itself at the first call of the system (as Python's audit events name it) on such a path,
+# which is the argument of that number.
 KILLED_AT = """
 import os, signal, sys
 from sweeper.__main__ import command
 
-called, part = sys.argv[1:3]
+called, place, part = sys.argv[1:4]
 sys.addaudithook(
-    lambda event, given: event == called and part in str(given[0]) and os.kill(os.getpid(), signal.SIGKILL)
+    lambda event, given: event == called and part in str(given[int(place)]) and os.kill(os.getpid(), signal.SIGKILL)
 )
-command(sys.argv[3:])
+command(sys.argv[4:])
 """
 
 
@@ -308,11 +437,45 @@ def test_a_harness_killed_while_it_stores_a_snapshot_leaves_a_whole_one_or_none(
 ) -> None:
     store, cells = tmp_path / "store", compiling("a", "b")
     words = [*cells, f"store={store}", "tracking=none"]
-    killed = subprocess.run([sys.executable, "-c", KILLED_AT, called, part, *words], cwd=tmp_path, capture_output=True)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    until(lambda: not left(store))
+    killed_at(store, called, 0, part, *words)
     assert [one.state for one in snapshots.survey(store)] == states
     primed_again(store, cells, times)
+
+
+def killed_at(store: Path, *words: object) -> None:
+    """Give the command, which kills itself, and wait until its child has gone, too."""
+    told = [sys.executable, "-c", KILLED_AT, *map(str, words)]
+    killed = subprocess.run(told, cwd=store.parent, capture_output=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    until(lambda: not left(store))
+
+
+@pytest.mark.parametrize(
+    ("called", "place", "part", "states", "first"),
+    [
+        ("open", 0, "/files/inductor/fxgraph/b", ["unfinished", "whole"], "degraded"),  # not all checksums are taken
+        ("os.rename", 0, ".tmp-", ["unfinished", "whole"], "degraded"),  # all is written but has not its name
+        ("os.rename", 1, ".pruned-", ["outgrown", "whole"], "ok"),  # it has, and the one before is still there
+        ("shutil.rmtree", 0, ".pruned-", ["unfinished", "whole"], "ok"),  # that one has lost its name alone
+        ("open", 0, "/.verdict.json", ["whole"], "ok"),  # it is alone, and the run that made it has no verdict
+    ],
+)
+def test_a_harness_killed_while_a_snapshot_grows_leaves_the_one_before_or_the_grown_one(
+    tmp_path: Path, called: str, place: int, part: str, states: list[str], first: str
+) -> None:
+    store, cells = tmp_path / "store", compiling(*GROWING)
+    assert sweeper(store, *cells, "cache=cold").returncode == 0
+    killed_at(store, called, place, part, *cells, f"store={store}", "tracking=none")
+    assert sorted(one.state for one in snapshots.survey(store)) == states
+    assert sweeper(store, *cells, "repeat=2").returncode == 0
+    found = [verdict for name, verdict in sorted(runs(store).items()) if "-warm-" in name]
+    killed, second, third = found
+    assert killed["signature"]["cause"] == "sweep.harness_died"
+    assert (second["verdict"], third["verdict"], third["cache"]["proved"]) == (first, "ok", "warm")
+    assert "2 hits" in third["cache"]["why"]
+    assert not [name for name in runs(store) if name.startswith("prime")]
+    (whole,) = (one for one in snapshots.survey(store) if one.state == "whole")
+    assert whole.files == 3, "two graphs and a manifest"
 
 
 def test_a_warm_up_command_of_ones_own(tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -359,7 +361,312 @@ def test_whoever_is_killed_while_making_a_snapshot_leaves_nothing_that_reads_as_
             assert taken(store, f"run{number}", f"{number:064}"[::-1]) == WHOLE
 
 
-def recorded(store: Path, key: str, name: str, over: bool, started: float) -> None:
+def warm(store: Path, run: str, *more: str, key: str = KEY) -> str:
+    """Fill a run's caches from the snapshot and add files; gives who made it."""
+    caches.layout(store / run)
+    made_by = snapshots.take(store, key, store / run)
+    for name in more:
+        (store / run / name).write_bytes(run.encode())
+    return made_by
+
+
+def grown(store: Path, run: str, of: str, key: str = KEY) -> bool:
+    """Whether the snapshot grew by the caches of a run that started from the one made by `of`."""
+    return snapshots.grow(store, key, store / run, {"run": run}, of)
+
+
+def names(store: Path) -> list[str]:
+    return sorted(path.name for path in (store / "snapshots").iterdir())
+
+
+def whole(store: Path) -> dict[str, bytes]:
+    """All that lies in a store's snapshots."""
+    return {name: data for name, data in content(store).items() if name.startswith("snapshots/")}
+
+
+MORE = "triton/more"
+GROWN = WHOLE | {MORE: b"r2"}
+
+
+def test_a_snapshot_grows_by_what_a_run_that_started_from_it_compiled_besides(tmp_path: Path, capsys) -> None:
+    donor(tmp_path)
+    assert warm(tmp_path, "r2", MORE) == "r1"
+    assert grown(tmp_path, "r2", "r1")
+    assert not (tmp_path / "r2").exists()
+    assert warm(tmp_path, "r3", "cuda/more") == "r2"
+    assert content(tmp_path / "r3") == GROWN | {"cuda/more": b"r3"}
+    assert grown(tmp_path, "r3", "r2")
+    recorded(tmp_path, KEY, "r2", over=True, started=1.0, made_by="r1")
+    recorded(tmp_path, KEY, "r4", over=True, started=2.0, made_by="r3")
+    (one,) = told(capsys, "list", "--store", str(tmp_path))["snapshots"]
+    assert (one["state"], one["made_from"]) == ("whole", {"run": "r3", "grown_from": ["r1", "r2"]})
+    assert one["used_by"] == ["r4"]
+    assert main(["list", "--store", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "by r3\n" in said
+    assert "grown    from r1, r2\n" in said
+    assert "1 run: r4\n" in said
+
+
+def test_it_does_not_grow_by_nothing_nor_lose_a_file(tmp_path: Path) -> None:
+    """What ran is left as it is, too: its caches are not moved."""
+    donor(tmp_path)
+    before = whole(tmp_path)
+    warm(tmp_path, "same", WHERE["code"])
+    warm(tmp_path, "less", MORE)
+    (tmp_path / "less" / WHERE["cuda"]).unlink()
+    for run in ("same", "less"):
+        assert not grown(tmp_path, run, "r1")
+        assert content(tmp_path / run)
+    assert whole(tmp_path) == before
+
+
+def test_of_two_that_start_from_one_snapshot_it_grows_by_the_first_that_ends(tmp_path: Path) -> None:
+    donor(tmp_path)
+    assert warm(tmp_path, "r2", MORE) == warm(tmp_path, "r3", "cuda/more") == "r1"
+    assert grown(tmp_path, "r2", "r1")
+    assert not grown(tmp_path, "r3", "r1")
+    assert taken(tmp_path, "later") == GROWN
+
+
+def test_of_two_that_store_at_once_one_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    donor(tmp_path)
+    warm(tmp_path, "r2", MORE), warm(tmp_path, "r3", "cuda/more")
+    rename, overtaken = os.rename, []
+
+    def slow(source: Path, target: Path) -> None:
+        if "+1" in target.name and not overtaken:
+            overtaken.append(True)
+            assert grown(tmp_path, "r2", "r1")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", slow)
+    assert not grown(tmp_path, "r3", "r1")
+    monkeypatch.undo()
+    assert overtaken
+    assert names(tmp_path) == [snapshots.place(tmp_path, KEY).name]
+    assert taken(tmp_path, "later") == GROWN
+
+
+def prune_all(store: Path) -> None:
+    snapshots.prune(store, older_than=-1.0)
+
+
+def set_aside(store: Path) -> None:
+    flip(snapshots.place(store, KEY))
+    with pytest.raises(snapshots.Fault, match="set aside"):
+        taken(store, "finder")
+
+
+def prime_again(store: Path) -> None:
+    prune_all(store)
+    donor(store, name="again", run="another")
+
+
+@pytest.mark.parametrize("meanwhile", [prune_all, set_aside, prime_again])
+def test_what_was_removed_while_a_run_worked_does_not_come_back_by_it(tmp_path: Path, meanwhile) -> None:
+    donor(tmp_path)
+    warm(tmp_path, "r2", MORE)
+    meanwhile(tmp_path)
+    before = whole(tmp_path)
+    assert not grown(tmp_path, "r2", "r1")
+    assert whole(tmp_path) == before
+
+
+def test_it_does_not_grow_for_ever(tmp_path: Path) -> None:
+    """However much is compiled anew in every run."""
+    donor(tmp_path, run="start")
+    done = []
+    for number in range(snapshots.GROWTHS + 2):
+        run = f"r{number}"
+        done.append(grown(tmp_path, run, warm(tmp_path, run, f"cuda/{run}")))
+    assert done == [True] * snapshots.GROWTHS + [False] * 2
+    assert len(taken(tmp_path, "later")) == len(WHOLE) + snapshots.GROWTHS
+    assert len(names(tmp_path)) == 1
+
+
+def test_a_run_that_copies_it_while_it_grows_gets_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    donor(tmp_path)
+    warm(tmp_path, "r2", MORE)
+    write, grew = Path.write_bytes, []
+
+    def write_slowly(path: Path, data: bytes) -> int:
+        if not grew and path.name == "index":  # one of the files
+            grew.append(grown(tmp_path, "r2", "r1"))
+        return write(path, data)
+
+    monkeypatch.setattr(Path, "write_bytes", write_slowly)
+    assert taken(tmp_path, "slow") == WHOLE
+    monkeypatch.undo()
+    assert grew == [True]
+    assert taken(tmp_path, "later") == GROWN
+    assert sorted(one.state for one in snapshots.survey(tmp_path)) == ["outgrown", "whole"]
+    removed = told(capsys, "prune", "--store", str(tmp_path))["removed"]
+    assert [one["state"] for one in removed] == ["outgrown"]
+    assert taken(tmp_path, "last") == GROWN
+
+
+@pytest.mark.parametrize("opened", [False, True])
+def test_a_run_whose_snapshot_grew_before_it_was_held_gets_the_grown_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opened: bool
+) -> None:
+    """Between its look-up and its opening, or between that and its lock."""
+    donor(tmp_path)
+    warm(tmp_path, "r2", MORE)
+    module, call = (fcntl, "flock") if opened else (os, "open")
+    original, grew = getattr(module, call), []
+
+    def late(*given: object, **named: object) -> object:
+        if not grew:
+            grew.append(True)
+            assert grown(tmp_path, "r2", "r1")
+            assert len(names(tmp_path)) == 1
+        return original(*given, **named)
+
+    monkeypatch.setattr(module, call, late)
+    assert taken(tmp_path, "run") == GROWN
+    assert grew
+
+
+def test_a_grown_snapshot_that_is_damaged_is_set_aside_and_one_is_made_anew(tmp_path: Path) -> None:
+    donor(tmp_path)
+    warm(tmp_path, "r2", MORE)
+    assert grown(tmp_path, "r2", "r1")
+    flip(snapshots.place(tmp_path, KEY))
+    with pytest.raises(snapshots.Fault, match="set aside") as fault:
+        taken(tmp_path)
+    assert fault.value.cause == "cache.corrupt"
+    assert not snapshots.exists(tmp_path, KEY)
+    donor(tmp_path, name="again", run="r3")
+    assert warm(tmp_path, "r4", MORE) == "r3"
+    assert grown(tmp_path, "r4", "r3")
+    assert taken(tmp_path, "later") == WHOLE | {MORE: b"r4"}
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
+@pytest.mark.parametrize("call", ["mkdir", "rename", "fsync"])
+def test_a_disk_that_takes_no_larger_one_leaves_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int
+) -> None:
+    donor(tmp_path)
+    warm(tmp_path, "r2", MORE)
+    before = whole(tmp_path)
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(Path if call == "mkdir" else os, call, full)
+    with pytest.raises(snapshots.Fault, match=os.strerror(number)):
+        grown(tmp_path, "r2", "r1")
+    monkeypatch.undo()
+    assert whole(tmp_path) == before
+    assert len(names(tmp_path)) == 1
+    assert taken(tmp_path, "later") == WHOLE
+
+
+def test_one_before_that_cannot_be_removed_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a file system without locks."""
+    donor(tmp_path)
+    warm(tmp_path, "r2", MORE)
+
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    assert grown(tmp_path, "r2", "r1")
+    assert len(names(tmp_path)) == 2
+    assert taken(tmp_path, "later") == GROWN
+    monkeypatch.undo()
+    assert warm(tmp_path, "r3", "cuda/more") == "r2"
+    assert grown(tmp_path, "r3", "r2")
+    assert len(names(tmp_path)) == 1
+
+
+GROWS = """
+import sys
+from pathlib import Path
+from fakes.cached import fill
+from sweeper import caches
+from sweeper.caches import snapshots
+
+store, me, last = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+number = 0
+for key in range(last):
+    key = f"{key:064}"[::-1]
+    while True:
+        run = f"{me}-{number}"
+        number += 1
+        caches.layout(store / run)
+        if not snapshots.exists(store, key):
+            fill(store / run)
+            snapshots.donate(store, key, store / run, {"run": run})
+            continue
+        made_by = snapshots.take(store, key, store / run)
+        there = sorted(path.name for path in (store / run / "cuda").iterdir())
+        assert len(there) <= snapshots.GROWTHS + 1 and (len(there) == 1 or made_by in there), (made_by, there)
+        if len(there) > snapshots.GROWTHS:
+            break
+        (store / run / "cuda" / run).write_bytes(made_by.encode())
+        print(snapshots.grow(store, key, store / run, {"run": run}, made_by), flush=True)
+"""
+
+
+@contextmanager
+def growing(store: Path, name: str, keys: int) -> Iterator[subprocess.Popen[str]]:
+    """A process that lets the snapshots of so many keys grow, one after another, as far as they do."""
+    told = [sys.executable, "-c", GROWS, str(store), name, str(keys)]
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+    with subprocess.Popen(told, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env, text=True) as process:
+        yield process
+        process.kill()
+
+
+def chain(store: Path, key: str, name: str) -> list[str]:
+    """Who made the snapshot, and of which it was grown from, each wrote its file into it: {file: the one before}."""
+    caches.layout(store / name)
+    made_by, found = snapshots.take(store, key, store / name), []
+    while (file := store / name / "cuda" / made_by).exists():
+        found.append(made_by)
+        made_by = file.read_text()
+    assert len(found) + len(WHOLE) == len(content(store / name))
+    return found
+
+
+def test_whoever_is_killed_while_a_snapshot_grows_leaves_a_whole_one(tmp_path: Path) -> None:
+    for trial in range(3):
+        store = tmp_path / str(trial)
+        store.mkdir()
+        with growing(store, "r", 10_000) as process:
+            assert process.stdout is not None
+            process.stdout.readline()
+            time.sleep(random.uniform(0.0, 0.05))
+            process.kill()
+            process.wait()
+            grew = 1 + process.stdout.read().count("True\n")
+        assert process.returncode == -signal.SIGKILL
+        states = [one.state for one in snapshots.survey(store)]
+        assert set(states) <= {"whole", "outgrown", "unfinished"}
+        assert states.count("unfinished") + states.count("outgrown") <= 2
+        chains = [chain(store, f"{key:064}"[::-1], f"copy{key}") for key in range(states.count("whole"))]
+        assert all(len(one) == snapshots.GROWTHS for one in chains[:-1])
+        assert grew <= sum(map(len, chains)) <= grew + 1
+
+
+def test_several_that_let_one_store_grow_at_a_time_lose_and_mix_nothing(tmp_path: Path) -> None:
+    """Each copy is of one snapshot, none fails, and no growth takes another's away."""
+    keys = 12
+    with growing(tmp_path, "a", keys) as first, growing(tmp_path, "b", keys) as second:
+        said = [process.communicate(timeout=60) for process in (first, second)]
+    assert [error for _, error in said] == ["", ""]
+    assert 0 < sum(out.count("True\n") for out, _ in said) <= keys * snapshots.GROWTHS
+    for key in range(keys):
+        assert len(chain(tmp_path, f"{key:064}"[::-1], f"copy{key}")) == snapshots.GROWTHS
+    assert not list((tmp_path / "snapshots").glob("*.*"))
+
+
+def recorded(store: Path, key: str, name: str, over: bool, started: float, made_by: str = "") -> None:
     """The record of a run that started from a snapshot."""
     from sweeper.store import who_am_i
 
@@ -367,7 +674,7 @@ def recorded(store: Path, key: str, name: str, over: bool, started: float) -> No
     folder.mkdir(parents=True)
     (folder / "run.json").write_text(json.dumps({"snapshot": key, "started": started, **who_am_i()}))
     if over:
-        (folder / "verdict.json").write_text(json.dumps({"verdict": "ok"}))
+        (folder / "verdict.json").write_text(json.dumps({"verdict": "ok", "cache": {"made_by": made_by}}))
 
 
 def aged(folder: Path, days: float) -> None:

@@ -1,7 +1,7 @@
 """List or prune the snapshots of compile caches in a store.
 
 python -m sweeper.caches list                      what each was made from, its size, and which runs started from it
-python -m sweeper.caches prune                     remove what is damaged, half made or of another version's layout
+python -m sweeper.caches prune                     remove what is damaged, outgrown, half made or of another layout
 python -m sweeper.caches prune --unused-for 30d    and what no run started from for 30 days
 python -m sweeper.caches prune --down-to 10GB      and what was used longest ago, until 10 GB are left
 
@@ -100,6 +100,7 @@ def _told(one: Snapshot) -> list[str]:
     runs = f"{len(one.used_by)} run{'s' if len(one.used_by) != 1 else ''}"
     facts = {
         "made": f"{_when(one.made)} by {made['run']}" if made.get("run") else _when(one.made),
+        "grown": f"from {', '.join(map(str, made.get('grown_from') or ()))}" if made.get("grown_from") else "",
         "command": " ".join(map(str, made.get("command") or ())),
         "cell": cell,
         "wheel": " ".join(f"{name} {versions[name]}" for name in ("python", "torch", "triton") if name in versions),

@@ -2,8 +2,10 @@
 
     snapshots/v<layout>-<key>/manifest.json     key, layout, when and of what it was made, and its files' checksums
     snapshots/v<layout>-<key>/files/...         a run's cache directory as it was
+    snapshots/v<layout>-<key>+<n>/...           the same, grown n times: the newest is the one that counts
 
 A snapshot is never changed in place: it is made beside, under a name that nobody reads, and renamed when whole.
+One that grows gets the next name, and only then does the one before go, so that at every moment one is there.
 A run takes a copy, each file of which is compared with its checksum. The layout's number is in the name, so
 that harnesses of different versions share a store without reading each other's.
 """
@@ -31,13 +33,17 @@ LAYOUT = 2
 FOLDER, MANIFEST, FILES = "snapshots", "manifest.json", "files"
 # Nobody works longer than this on a snapshot that is being made: what is left then was left by a kill.
 ABANDONED_S = 3600.0
+# So often does a snapshot grow. What is compiled anew in every run would make it grow for ever.
+GROWTHS = 8
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
+# What renaming to a folder says that is there.
+TAKEN = (errno.ENOTEMPTY, errno.EEXIST)
 # What reading says of files that are gone or unreadable for good; anything else may pass.
 DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO)
 
 _MARK = re.compile(r"\.(tmp|damaged|pruned)-")
-_NAME = re.compile(r"v(\d+)-[0-9a-f]+$")
+_NAME = re.compile(r"v(\d+)-([0-9a-f]+)(?:\+(\d+))?$")
 
 
 class Fault(Exception):
@@ -48,13 +54,17 @@ class Fault(Exception):
         self.cause = cause
 
 
+class Gone(Fault):
+    """A snapshot that was not there, or no longer."""
+
+
 @dataclass(frozen=True)
 class Snapshot:
     """One folder of snapshots/, as `survey` found it.
 
-    state: `whole`, `damaged` (set aside), `unfinished` (being made, or left by a kill) or `other layout`.
-    bytes: on disk, of everything in it. used_by: the runs that started from it, oldest first. made, last_used:
-    Unix seconds. busy: why it must not be removed now, if so.
+    state: `whole`, `outgrown` (by a larger one of the same key), `damaged` (set aside), `unfinished` (being made, or
+    left by a kill) or `other layout`. bytes: on disk, of everything in it. used_by: the runs that started from it,
+    oldest first. made, last_used: Unix seconds. busy: why it must not be removed now, if so.
     """
 
     name: str
@@ -73,11 +83,25 @@ class Snapshot:
 
 def place(store: Path, key: str) -> Path:
     """Where the snapshot of `key` (hex) is, or would be."""
-    return store / FOLDER / f"v{LAYOUT}-{key[:24]}"
+    found = _numbered(store, key, 0)
+    for number in range(1, GROWTHS + 1):  # upwards: one that went since its turn has left the next one behind
+        if (grown := _numbered(store, key, number)).is_dir():
+            found = grown
+    return found
+
+
+def _numbered(store: Path, key: str, number: int) -> Path:
+    """The place of a snapshot that has grown so often."""
+    return store / FOLDER / (f"v{LAYOUT}-{key[:24]}" + (f"+{number}" if number else ""))
+
+
+def _number(folder: Path) -> int:
+    match = _NAME.match(folder.name)
+    return int((match and match[3]) or 0)
 
 
 def exists(store: Path, key: str) -> bool:
-    return (place(store, key) / MANIFEST).is_file()
+    return place(store, key).is_dir()
 
 
 def donate(store: Path, key: str, caches: Path, made_from: dict[str, Any]) -> bool:
@@ -85,9 +109,39 @@ def donate(store: Path, key: str, caches: Path, made_from: dict[str, Any]) -> bo
 
     The directory is moved, so it is gone from the run afterwards. Raises Fault when the disk does not let it.
     """
-    target = place(store, key)
     if exists(store, key):
         return False
+    return _store(_numbered(store, key, 0), key, caches, made_from)
+
+
+def grow(store: Path, key: str, caches: Path, made_from: dict[str, Any], of: str) -> bool:
+    """Let the caches of a run that started from the snapshot of `key`, and compiled more, take that one's place.
+
+    `of` is the run that made it, as `take` gave it; what the manifest says of the new one names that run, and those
+    before it, as `grown_from`. False, and all is as it was, when there is another snapshot by now or none, when the
+    caches hold no new file or have lost one, and when it has grown GROWTHS times. Otherwise as `donate`.
+    """
+    source = place(store, key)
+    try:
+        listed, told = _manifest(source, key)
+    except (Fault, OSError):
+        return False  # whoever takes it finds out
+    number, names = _number(source), {str(path.relative_to(caches)) for path in files_below(caches)}
+    if told.get("run") != of or not names > set(listed) or number == GROWTHS:
+        return False
+    before = told.get("grown_from")
+    made_from = made_from | {"grown_from": [*(before if isinstance(before, list) else []), of]}
+    if not _store(_numbered(store, key, number + 1), key, caches, made_from):
+        return False
+    newest = _number(place(store, key))  # others may have gone past this one
+    for smaller in range(newest):  # also one that was being copied when the next came
+        with suppress(OSError):
+            _remove(_numbered(store, key, smaller), dry=False)
+    return newest == number + 1
+
+
+def _store(target: Path, key: str, caches: Path, made_from: dict[str, Any]) -> bool:
+    """Make a snapshot of caches, which are moved; False when another harness was first. Raises Fault."""
     part = target.with_name(f"{target.name}.tmp-{os.getpid()}-{time.time_ns()}")
     try:
         part.mkdir(parents=True)
@@ -104,7 +158,7 @@ def donate(store: Path, key: str, caches: Path, made_from: dict[str, Any]) -> bo
         os.rename(part, target)
     except OSError as error:
         shutil.rmtree(part, ignore_errors=True)
-        if exists(store, key):  # another harness was first
+        if target.is_dir() or error.errno in TAKEN:  # or it was there, and has been outgrown since
             return False
         raise _unwritten("no snapshot could be made", error) from None
     return True
@@ -118,24 +172,33 @@ def take(store: Path, key: str, caches: Path) -> str:
     """
     source = place(store, key)
     try:
-        with _opened(source) as number:
+        return _take(source, key, caches)
+    except Gone:
+        if _number(place(store, key)) <= _number(source):
+            raise
+        return take(store, key, caches)  # it grew meanwhile
+
+
+def _take(source: Path, key: str, caches: Path) -> str:
+    try:
+        with _opened(source) as inode:
             try:
                 return _copy(source, key, caches)
             except Fault as fault:
                 _empty(caches)
                 if fault.cause != "cache.corrupt":
                     raise
-                if _inode(source) != number:  # set aside or pruned meanwhile; what is there now is another one
-                    raise Fault("the snapshot was removed while it was copied") from None
+                if _inode(source) != inode:  # set aside or pruned meanwhile; what is there now is another one
+                    raise Gone("the snapshot was removed while it was copied") from None
                 raise Fault(f"the snapshot was damaged ({fault}) and {_set_aside(source)}", fault.cause) from None
     except FileNotFoundError:
-        raise Fault("there is no snapshot") from None
+        raise Gone("there is no snapshot") from None
     except OSError as error:
         raise Fault(f"the snapshot could not be read ({error.strerror})") from None
 
 
 def _copy(source: Path, key: str, caches: Path) -> str:
-    listed, maker = _manifest(source, key)
+    listed, made_from = _manifest(source, key)
     with _reading():
         found = {str(path.relative_to(source / FILES)) for path in files_below(source / FILES)}
     for name in sorted(found ^ set(listed)):
@@ -152,7 +215,7 @@ def _copy(source: Path, key: str, caches: Path) -> str:
             shutil.copystat(source / FILES / name, target)
         except OSError as error:
             raise _unwritten("the snapshot could not be copied", error) from None
-    return maker
+    return str(made_from.get("run", ""))
 
 
 def _at_home(file: Path, content: bytes) -> bytes:
@@ -171,8 +234,8 @@ def _at_home(file: Path, content: bytes) -> bytes:
         return content
 
 
-def _manifest(source: Path, key: str) -> tuple[dict[str, tuple[int, str]], str]:
-    """The files that a manifest lists, {name: (bytes, sha256)}, and the run that made them. Raises Fault."""
+def _manifest(source: Path, key: str) -> tuple[dict[str, tuple[int, str]], dict[str, Any]]:
+    """The files that a manifest lists, {name: (bytes, sha256)}, and what they were made from. Raises Fault, OSError."""
     with _reading():
         text = (source / MANIFEST).read_bytes()
     try:
@@ -180,7 +243,7 @@ def _manifest(source: Path, key: str) -> tuple[dict[str, tuple[int, str]], str]:
         if (told["layout"], told["key"]) != (LAYOUT, key):
             raise Fault("its manifest is of another snapshot", "cache.corrupt")
         listed = {str(name): (int(one["bytes"]), str(one["sha256"])) for name, one in told["files"].items()}
-        return listed, str(told["from"].get("run", ""))
+        return listed, dict(told["from"])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise Fault("its manifest is no manifest", "cache.corrupt") from None
 
@@ -243,22 +306,25 @@ def _sha256(content: bytes) -> str:
 
 def survey(store: Path) -> list[Snapshot]:
     """Everything that lies in the store's snapshots/, last used first."""
-    started: dict[str, list[tuple[float, str]]] = {}
+    # By a key's digits in a snapshot's name: when and from whose snapshot which runs started, and who is at it.
+    started: dict[str, list[tuple[float, str, str]]] = {}
     running: dict[str, str] = {}
     for folder in (store / "runs").glob("*/"):
         one = records.attempt(folder)
         if key := one.run.get("snapshot"):
-            name = place(store, key).name
-            started.setdefault(name, []).append((float(one.run.get("started") or 0.0), folder.name))
+            made_by = str(((one.verdict or {}).get("cache") or {}).get("made_by") or "")
+            started.setdefault(key[:24], []).append((float(one.run.get("started") or 0.0), folder.name, made_by))
             if one.verdict is None and records.alive(folder):
-                running[name] = folder.name
+                running[key[:24]] = folder.name
     found = []
     for folder in (store / FOLDER).glob("*/"):
         made_from, made = _told(folder)
-        uses = sorted(started.get(folder.name, []))
+        state, key = _state(folder)
+        uses = [
+            (when, run) for when, run, maker in sorted(started.get(key, [])) if maker in ("", made_from.get("run", ""))
+        ]
         files = files_below(folder)
-        state = _state(folder.name)
-        busy = f"{running[folder.name]} starts from it" if folder.name in running else ""
+        busy = f"{running[key]} starts from it" if key in running else ""
         if state == "unfinished" and time.time() - _changed(folder) < ABANDONED_S:
             busy = "may be in the making"
         found.append(
@@ -337,12 +403,16 @@ def _remove(folder: Path, dry: bool) -> str:
     return ""
 
 
-def _state(name: str) -> str:
-    mark = _MARK.search(name)
+def _state(folder: Path) -> tuple[str, str]:
+    """A snapshot's state and, of one that a run could start from, the digits of its key."""
+    mark = _MARK.search(folder.name)
     if mark:
-        return "damaged" if mark[1] == "damaged" else "unfinished"
-    version = _NAME.match(name)
-    return "whole" if version and int(version[1]) == LAYOUT else "other layout"
+        return ("damaged" if mark[1] == "damaged" else "unfinished"), ""
+    named = _NAME.match(folder.name)
+    if not named or int(named[1]) != LAYOUT:
+        return "other layout", ""
+    newest = place(folder.parent.parent, named[2]).name
+    return ("whole" if folder.name == newest else "outgrown"), named[2]
 
 
 def _told(folder: Path) -> tuple[dict[str, Any], float]:
