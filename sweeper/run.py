@@ -201,21 +201,19 @@ class _Record:
         snapshot, with nothing wrong but that it missed, leaves what the next would miss: its caches take the
         snapshot's place.
         """
-        run, state = self.run, self.run.cell["cache"]
-        if state == caches.COLD and verdict.verdict == "ok":
+        run, made_by, donor = self.run, cache.get("made_by"), self.run.donor()
+        cause = verdict.signature.cause if verdict.signature else ""
+        if run.state == caches.COLD and verdict.verdict == "ok":
             key = run.snapshot_key()
             try:
                 snapshots.donate(self.session.folder, key, self.caches, self._made_from(events))
             except snapshots.Fault as fault:
                 self.session.unprimed[key] = fault
                 self.session.display.note(f"{self.folder.name}: {fault}")
-        elif state == caches.WARM and verdict.verdict == "degraded" and (made_by := cache.get("made_by")):
-            # The miss is the last of all doubts: where it is the cause there is no other.
-            donor, cause = run.donor(), verdict.signature.cause if verdict.signature else ""
-            if donor is None or cause != "cache.warm_missed":
-                return
-            key = donor.snapshot_key()
+        # Of a warm run that ended well; it is the last of all doubts, so where it is the cause there is no other.
+        elif donor and made_by and cause == "cache.warm_missed":
             try:
+                key = donor.snapshot_key()
                 if snapshots.grow(self.session.folder, key, self.caches, self._made_from(events), made_by):
                     self.session.display.note(f"{self.folder.name}: what it compiled is there for the next")
             except snapshots.Fault as fault:  # the one before is still there

@@ -284,7 +284,11 @@ def test_a_disk_too_full_for_what_a_warm_run_missed_leaves_the_snapshot_as_it_is
     assert lying(during) == before
     assert "no snapshot could be made (No space left on device)" in during.display.notes[-1]
     monkeypatch.undo()
-    assert [done(warm.repeated(repeat), during)["verdict"] for repeat in (3, 4)] == ["degraded", "ok"]
+    damage(during)  # and it can still be made again
+    again, found = done(warm.repeated(3), during), done(warm.repeated(4), during)
+    assert (again["signature"]["cause"], again["cache"]["why"]) == ("cache.warm_missed", "1 hits, 1 misses")
+    assert "cache.corrupt: the snapshot was damaged" in again["cache"]["note"]
+    assert (found["verdict"], found["cache"]["proved"]) == ("ok", "warm")
 
 
 def test_a_sweep_whose_warm_run_compiles_more_has_warm_runs_from_the_second_repeat_on(tmp_path: Path) -> None:
