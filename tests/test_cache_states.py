@@ -472,8 +472,8 @@ def test_a_harness_killed_while_a_snapshot_grows_leaves_the_one_before_or_the_gr
     killed_at(store, called, place, part, *cells, f"store={store}", "tracking=none")
     assert sorted(one.state for one in snapshots.survey(store)) == states
     assert sweeper(store, *cells, "repeat=2").returncode == 0
-    found = [verdict for name, verdict in sorted(runs(store).items()) if "-warm-" in name]
-    killed, second, third = found
+    warm = {name.rpartition("-")[2]: verdict for name, verdict in runs(store).items() if "-warm-" in name}
+    killed, second, third = (warm[attempt] for attempt in ("r1.a1", "r1.a2", "r2.a1"))
     assert killed["signature"]["cause"] == "sweep.harness_died"
     assert (second["verdict"], third["verdict"], third["cache"]["proved"]) == (first, "ok", "warm")
     assert "2 hits" in third["cache"]["why"]
