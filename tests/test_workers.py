@@ -65,7 +65,7 @@ class Backlog:
         """No target waits here."""
 
     def stats(self) -> ChannelStats:
-        return ChannelStats(0, 0.0, 0.0)
+        return ChannelStats(512 * max(0, self.waiting + self.made_since - self.given), 0.0, 0.0)
 
 
 def run(
@@ -106,30 +106,31 @@ def steady_steps(tmp_path: Path, waiting: int, steady_after: int, made_since: in
 
 
 def test_the_measured_window_opens_after_warm_up_when_nothing_waits(tmp_path):
-    assert steady_steps(tmp_path, waiting=0, steady_after=3) == [4, 5, 6, 7, 8, 9]
+    assert steady_steps(tmp_path, waiting=0, steady_after=3) == [5, 6, 7, 8, 9]
 
 
 def test_batches_that_piled_up_during_warm_up_are_no_speed(tmp_path):
-    assert steady_steps(tmp_path, waiting=7, steady_after=3) == [8, 9]
+    assert steady_steps(tmp_path, waiting=7, steady_after=3) == [9]
 
 
 def test_nor_are_batches_that_piled_up_while_those_were_used(tmp_path):
     """They come at the drafter's pace, not at their target's."""
-    assert steady_steps(tmp_path, waiting=5, steady_after=3, made_since=2) == [8, 9]
+    assert steady_steps(tmp_path, waiting=5, steady_after=3, made_since=2) == [9]
 
 
-def test_the_window_opens_where_the_channel_rests_and_stays_open():
+def test_the_window_opens_behind_the_batch_that_finds_its_channel_at_rest_and_stays_open():
     window = Window()
-    assert not window.has(5.0, resting=True), "warm-up is not over"
+    assert not window.has(5.0, resting=True, waiting=0, left=60), "warm-up is not over"
     window.warm = 10.0
     steps = [(9.0, True), (9.5, False), (10.5, False), (11.0, True), (12.0, False), (13.0, False)]
-    assert [window.has(*step) for step in steps] == [False, False, False, True, True, True]
+    assert [window.has(*step, waiting=9, left=50) for step in steps] == [False] * 4 + [True, True]
 
 
-def test_between_two_equally_fast_sides_the_window_opens_once_the_backlog_was_used_twice():
+def test_between_two_sides_nearly_alike_the_window_opens_when_what_waits_matters_little():
     window = Window(warm=10.0)
-    assert [window.has(made, resting=False) for made in (8.0, 9.0, 11.0, 12.0, 13.0)] == [False] * 4 + [True]
-    assert Window(warm=10.0).has(11.0, resting=False), "there was no backlog"
+    waits = [(9, 100), (6, 99), (5, 98), (4, 97), (4, 96), (5, 95)]
+    counted = [window.has(11.0, resting=False, waiting=waiting, left=left) for waiting, left in waits]
+    assert counted == [False] * 4 + [True, True]
 
 
 def test_a_run_that_only_uses_up_its_backlog_measures_nothing(tmp_path):

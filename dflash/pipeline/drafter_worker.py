@@ -18,6 +18,7 @@ from dflash.optim import Master, learning_rate
 from dflash.pipeline import state, sums
 from dflash.pipeline.average import Averager
 from dflash.pipeline.batch import Batch
+from dflash.pipeline.channel import Channel
 from dflash.pipeline.clock import Clock
 from dflash.pipeline.evaluation import Evaluation
 from dflash.pipeline.layout import Seat
@@ -91,7 +92,7 @@ def run_drafter(tools: Tools, work: Work) -> tuple[str, dict[str, Any]]:
     figures: dict[str, Any] = {"steps": done}
     window = Window()
     told: deque[_Told] = deque()  # steps whose figures are still on the device
-    if done == job.train.steps:
+    if done >= job.train.steps:
         _leave(tools, seat)
     clock = Clock(device)
     steps = range(done + 1, job.train.steps + 1)
@@ -134,8 +135,12 @@ def run_drafter(tools: Tools, work: Work) -> tuple[str, dict[str, Any]]:
 
 def _leave(tools: Tools, seat: Seat) -> None:
     """Take no more batches, so that targets need not wait here: they may have other drafters, or be done."""
-    for target in range(tools.layout.targets):
-        tools.channels[target, seat.worker].leave()
+    for channel in _channels(tools, seat):
+        channel.leave()
+
+
+def _channels(tools: Tools, seat: Seat) -> list[Channel]:
+    return [tools.channels[target, seat.worker] for target in range(tools.layout.targets)]
 
 
 @dataclass(frozen=True)
@@ -162,13 +167,15 @@ def _gradient(
     device, total = work.ends.head.device, None
     for index in layout.used_by(work.seat.rank, step):
         channel = tools.channels[layout.maker(index), work.seat.worker]
-        resting = channel.resting
+        resting, waiting = channel.resting, sum(c.stats().bytes for c in _channels(tools, work.seat))
         with span("wait"):
             batch = channel.get(device)
         if reporter:
             reporter.batch_arrived(batch)
         shape_class = (str(device), tuple(batch.tokens.shape), job.drafter.anchors, job.drafter.block)
-        measured, stop = window.has(batch.made, resting), tools.stopping()
+        left = (job.train.steps - step + 1) * job.train.accumulate
+        measured = window.has(batch.made, resting, waiting / batch.bytes, left)
+        stop = tools.stopping()
 
         def body(batch: Batch = batch, measured: bool = measured, stop: bool = stop) -> Tensor:
             return gradient_step(job, work.drafter, forward, work.ends, batch, measured, stop)
