@@ -20,7 +20,7 @@ TARGET = Path(__file__).parent / "target" / "qwen3-small"
 JOBS = ["hydra/launcher=slurm", "slurm.cpus=1", "report=false"]
 TRAINING = [
     *(f"target.model={TARGET}", "data.row_tokens=128", "drafter.layers=1", "drafter.anchors=8", "drafter.mask_token=0"),
-    *("compile=eager", "device=cpu", "train.steps=16", "train.save_every=4", "train.keep=9"),
+    *("compile=eager", "device=cpu", "train.steps=400", "train.save_every=20", "train.keep=9"),
     *("slurm.memory=2G", "slurm.time=30"),
 ]
 
