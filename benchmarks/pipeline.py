@@ -201,7 +201,7 @@ class Again:
     """A channel that gives one batch again and again, as if just made."""
 
     batch: Batch
-    resting: bool = True  # nothing is ever waited for
+    full: bool = False
 
     def get(self, device: torch.device) -> Batch:
         return replace(self.batch, made=time.time())

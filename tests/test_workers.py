@@ -50,9 +50,7 @@ class Backlog:
     def __init__(self, waiting: int, made_since: int = 0) -> None:
         self.waiting, self.made_since, self.given = waiting, made_since, 0
 
-    @property
-    def resting(self) -> bool:
-        return self.given >= self.waiting + self.made_since
+    full = False
 
     def get(self, device: torch.device) -> Batch:
         row = torch.arange(16)[None]
@@ -119,18 +117,27 @@ def test_nor_are_batches_that_piled_up_while_those_were_used(tmp_path):
 
 
 def test_the_window_opens_behind_the_batch_that_finds_its_channel_at_rest_and_stays_open():
-    window = Window()
-    assert not window.has(5.0, resting=True, waiting=0, left=60), "warm-up is not over"
-    window.warm = 10.0
-    steps = [(9.0, True), (9.5, False), (10.5, False), (11.0, True), (12.0, False), (13.0, False)]
-    assert [window.has(*step, waiting=9, left=50) for step in steps] == [False] * 4 + [True, True]
+    moves = (False, False, 9)  # full, empty, how many wait
+    for rest in ((True, False, 9), (False, True, 0), (False, False, 10)):
+        window = Window()
+        assert not window.has(5.0, *rest, left=50), "warm-up is not over"
+        window.warm = 10.0
+        steps = [(9.0, (False, False, 10)), (9.5, moves), (10.5, moves), (11.0, rest), (12.0, moves), (13.0, moves)]
+        assert [window.has(made, *how, left=50) for made, how in steps] == [False] * 4 + [True, True]
 
 
 def test_between_two_sides_nearly_alike_the_window_opens_when_what_waits_matters_little():
     window = Window(warm=10.0)
     waits = [(9, 100), (6, 99), (5, 98), (4, 97), (4, 96), (5, 95)]
-    counted = [window.has(11.0, resting=False, waiting=waiting, left=left) for waiting, left in waits]
+    counted = [window.has(9.0 + number, False, False, *both) for number, both in enumerate(waits)]
     assert counted == [False] * 4 + [True, True]
+
+
+def test_a_backlog_that_never_shrinks_may_be_as_old_as_it_likes():
+    window = Window(warm=10.0)
+    full = [True, True, False, True, True, True, True, True, False]
+    counted = [window.has(1.0, one, False, 30, 50) for one in full]
+    assert counted == [False] * 8 + [True], "after five in a row"
 
 
 def test_a_run_that_only_uses_up_its_backlog_measures_nothing(tmp_path):

@@ -31,7 +31,7 @@ class Channel(Protocol):
     @property
     def left(self) -> bool: ...
     @property
-    def resting(self) -> bool: ...
+    def full(self) -> bool: ...
     def put(self, batch: Batch) -> None: ...
     def get(self, device: torch.device) -> Batch: ...
     def leave(self) -> None: ...
@@ -88,10 +88,10 @@ class ThreadChannel:
         return self._left
 
     @property
-    def resting(self) -> bool:
-        """Whether one side is at its own pace: the drafter finds nothing here, or the target waits for room."""
+    def full(self) -> bool:
+        """Whether the target waits for room."""
         with self._changed:
-            return self._full or not self._batches
+            return self._full
 
     def leave(self) -> None:
         """The drafter takes no more: its target, which feeds others too, need not wait for it."""
@@ -167,9 +167,9 @@ class ProcessChannel:
         return bool(self._left.value)
 
     @property
-    def resting(self) -> bool:
+    def full(self) -> bool:
         """As ThreadChannel's."""
-        return bool(self._full.value) or not self._waiting.value
+        return bool(self._full.value)
 
     def leave(self) -> None:
         """As ThreadChannel's."""

@@ -167,14 +167,15 @@ def _gradient(
     device, total = work.ends.head.device, None
     for index in layout.used_by(work.seat.rank, step):
         channel = tools.channels[layout.maker(index), work.seat.worker]
-        resting, waiting = channel.resting, sum(c.stats().bytes for c in _channels(tools, work.seat))
+        full, empty = channel.full, not channel.stats().bytes
+        waiting = sum(c.stats().bytes for c in _channels(tools, work.seat))
         with span("wait"):
             batch = channel.get(device)
         if reporter:
             reporter.batch_arrived(batch)
         shape_class = (str(device), tuple(batch.tokens.shape), job.drafter.anchors, job.drafter.block)
         left = (job.train.steps - step + 1) * job.train.accumulate
-        measured = window.has(batch.made, resting, waiting / batch.bytes, left)
+        measured = window.has(batch.made, full, empty, waiting / batch.bytes, left)
         stop = tools.stopping()
 
         def body(batch: Batch = batch, measured: bool = measured, stop: bool = stop) -> Tensor:
