@@ -108,6 +108,13 @@ def error(got: torch.Tensor, wanted: torch.Tensor) -> float:
     return ((got.double() - wanted).norm() / wanted.norm().clamp(min=1.0)).item()
 
 
+def assert_close(got: list[torch.Tensor], wanted: list[torch.Tensor], dtype: torch.dtype) -> None:
+    largest = 1e-5 if dtype == torch.float32 else 1e-2
+    for name, one, other in zip(("out", "dq", "dk", "dv"), got, wanted, strict=True):
+        assert one.dtype == dtype
+        assert error(one, other) < largest, name
+
+
 def assert_exact(mask: DFlashMask, q_k_v: list[torch.Tensor], grad: torch.Tensor) -> None:
     mask = on(mask, DEVICE)
     out = attend_triton(*q_k_v, prepare_ranges(mask))
@@ -115,10 +122,7 @@ def assert_exact(mask: DFlashMask, q_k_v: list[torch.Tensor], grad: torch.Tensor
     wide = [x.detach().double().requires_grad_() for x in q_k_v]
     reference = attend_dense(*wide, visible(mask))
     wanted = [reference, *torch.autograd.grad(reference, wide, grad.double())]
-    largest = 1e-5 if grad.dtype == torch.float32 else 1e-2
-    for name, one, other in zip(("out", "dq", "dk", "dv"), got, wanted, strict=True):
-        assert one.dtype == grad.dtype
-        assert error(one, other) < largest, name
+    assert_close(got, wanted, grad.dtype)
     empty = (mask.anchors < 0).repeat_interleave(mask.block, dim=1)[:, None, :, None]
     assert not out.masked_fill(~empty, 0).any()
     assert not got[1].masked_fill(~empty, 0).any()
@@ -162,10 +166,7 @@ def assert_alike(mask: DFlashMask, q_k_v: list[torch.Tensor], grad: torch.Tensor
     wide = [x.detach().double().requires_grad_() for x in (table, k, v)]
     reference = attend_dense(asked(wide[0]), wide[1], wide[2], visible(mask))
     wanted = [reference, *torch.autograd.grad(reference, wide, grad.double())]
-    largest = 1e-5 if grad.dtype == torch.float32 else 1e-2
-    for name, one, other in zip(("out", "dq", "dk", "dv"), got, wanted, strict=True):
-        assert one.dtype == grad.dtype
-        assert error(one, other) < largest, name
+    assert_close(got, wanted, grad.dtype)
     empty = (mask.anchors < 0).repeat_interleave(mask.block, dim=1)[:, None, :, None]
     assert not out.masked_fill(~empty, 0).any()
 

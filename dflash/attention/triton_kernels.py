@@ -22,7 +22,7 @@ HIDDEN = tl.constexpr(-1.0e30)
 NOTHING = tl.constexpr(-1.0e20)
 
 # Integers that differ from call to call of one drafter: a kernel made for their divisors would be compiled twice.
-VARYING = ["blocks", "window", "B", "shared", "begins", "add"]
+VARYING = ["blocks", "window", "shared", "begins", "add"]
 
 
 @triton.jit
@@ -32,10 +32,10 @@ def _slots(anchor, first, row, slot, blocks, window, B):
     there = block < blocks
     high = tl.load(anchor + row * blocks + block, mask=there, other=-1)
     start = tl.load(first + row * blocks + block, mask=there, other=0)
-    return tl.maximum(start, high + slot % B - window + 1), high, block
+    return tl.maximum(start, high + (slot - block * B) - window + 1), high, block
 
 
-@triton.jit(do_not_specialize=VARYING)
+@triton.jit(do_not_specialize=[*VARYING, "B"])
 def key_tile_ranges(anchor, first, out, blocks, window, B, KEYS: tl.constexpr, M: tl.constexpr):
     """For each key tile the query tiles (of M slots of one head) that see of it: [begin, all_begin, all_end, end).
 
@@ -131,7 +131,7 @@ def longest_keys(keys, out, length, KEYS: tl.constexpr, D: tl.constexpr):
     tl.atomic_max(out + row * tl.num_programs(1) + key_head, longest)
 
 
-@triton.jit(do_not_specialize=VARYING)
+@triton.jit(do_not_specialize=[*VARYING, "B"])
 def forward(
     q, keys, values, out, lse, anchor, first, longest_key, source, begun, begun_lse, place,
     q_r, q_h, q_s, o_r, o_h, o_s, b_r, b_h, b_s,
@@ -288,12 +288,12 @@ def _key_gradients(
 def context_backward(
     queries, keys, values, grads, lse, delta, anchor, first, ranges, dk, dv,
     dk_r, dk_h, dk_t, dv_r, dv_h, dv_t,
-    group, context, blocks, window, B, add, scale, softmax_scale,
-    M: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
+    group, context, blocks, window, add, scale, softmax_scale,
+    M: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, B: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of the context's keys, a tile of them a program, over the query tiles in `ranges`; added if `add` is 1.
 
-    The first keys come first: in a document they are seen most.
+    The first keys come first: in a document they are seen most. B is compiled in, for here masked tiles divide by it.
     """
     tile, key_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     key = tile * KEYS
@@ -334,7 +334,7 @@ def context_backward(
     tl.store(dv + t * dv_t + d, dv_acc.to(dv.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=VARYING)
+@triton.jit(do_not_specialize=[*VARYING, "B"])
 def query_backward(
     q, keys, values, grad, lse, delta, anchor, first, dq, source,
     q_r, q_h, q_s, g_r, g_h, g_s, dq_r, dq_h, dq_s,

@@ -174,9 +174,8 @@ def context_backward(
             _tiled(q, sizes.queries), _tiled(k, sizes.keys), _tiled(v, sizes.keys), _tiled(grad, sizes.queries),
             _lines(lse, sizes.queries), _lines(delta, sizes.queries), seen.anchor, seen.first, seen.tiles, dk, dv,
             *dk.stride()[:3], *dv.stride()[:3],
-            heads // key_heads, context, slots // seen.block, seen.window, seen.block, int(add), _log2_scale(width),
-            width**-0.5,
-            M=sizes.queries, KEYS=sizes.keys, D=width, PRECISION=_precision(q),
+            heads // key_heads, context, slots // seen.block, seen.window, int(add), _log2_scale(width), width**-0.5,
+            M=sizes.queries, KEYS=sizes.keys, D=width, B=seen.block, PRECISION=_precision(q),
             num_warps=sizes.warps, num_stages=sizes.stages,
         )  # fmt: skip
 
