@@ -30,7 +30,10 @@ def test_a_toy_run_sets_both_ways_against_the_slower_stage_and_draws_who_did_wha
         assert len(results[way]["step_seconds"][0]) >= 2
         spans = results[way]["spans"]
         last_step = max(began for who, what, began, _ in spans if (who, what) == ("drafter0", "step"))
-        assert max(ended for who, what, _, ended in spans if (who, what) == ("target0", "target")) > last_step
+        made = [(began, ended) for who, what, began, ended in spans if (who, what) == ("target0", "target")]
+        longest = max(ended - began for began, ended in made)
+        # It works to the end; what it was at when the drafter left may not be told.
+        assert max(ended for _, ended in made) > last_step - longest
         told = {(who, what) for who, what, began, ended in spans if began <= ended}
         assert told >= {("target0", "target"), ("target0", "hand over"), ("drafter0", "wait"), ("drafter0", "step")}
     assert picture.stat().st_size > 10_000
