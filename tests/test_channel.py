@@ -93,23 +93,6 @@ def test_a_channel_is_full_while_its_target_waits_for_room(kind):
     assert not reader.full
 
 
-def test_the_bound_counts_features_and_nothing_else_between_processes():
-    """A row of 40,000 tokens is a megabyte beside them, and a pipe holds 64 KiB."""
-    size = batch(0).bytes
-    channel = ProcessChannel(4 * size, (1, 4, 2), torch.float32, torch.multiprocessing.get_context("spawn"))
-    reader = copy.copy(channel)
-    long = [replace(batch(index), tokens=torch.full((1, 40_000), index)) for index in range(4)]
-    sender = threading.Thread(target=lambda: [channel.put(one) for one in long], daemon=True)
-    sender.start()
-    sender.join(20)
-    assert not sender.is_alive()
-    assert channel.stats().bytes == 4 * size
-    for index in range(4):
-        got = reader.get(CPU)
-        assert (got.tokens == index).all()
-        assert (got.features == index).all()
-
-
 def test_very_many_small_batches_may_wait_between_processes():
     context = torch.multiprocessing.get_context("spawn")
     channel = ProcessChannel(64 << 20, (1, 4, 2), torch.float32, context)  # two million slots

@@ -122,9 +122,9 @@ class ProcessChannel:
         self._size = dtype.itemsize * int(torch.Size(shape).numel())
         count = max(1, limit_bytes // self._size)
         self._slots = torch.empty((count, *shape), dtype=dtype).share_memory_()
-        # A queue that writes from a thread: its pipe holds 64 KiB, and one batch's tokens are more.
-        self._free, self._ready = context.Semaphore(count), context.Queue()
-        self._waiting, self._left, self._full = context.Value("q", 0), context.Value("b", 0), context.Value("b", 0)
+        self._free, self._ready = context.Semaphore(count), context.SimpleQueue()
+        self._waiting, self._left, self._handing = context.Value("q", 0), context.Value("b", 0), context.Lock()
+        self._full = context.Value("b", 0)
         self._target_waited, self._drafter_waited = context.Value("d", 0.0), context.Value("d", 0.0)
         self._locked = False
         self._next = 0  # the slot that this end uses next: writer and reader go round in the same order
@@ -137,16 +137,16 @@ class ProcessChannel:
             self._full.value = 0
         self._target_waited.value += time.perf_counter() - since  # one writer
         assert batch.features is not None
-        if self._left.value:
-            self._free.release()
-            return
-        stored(batch.features, self._slot(batch.features.device))
-        self._next = (self._next + 1) % len(self._slots)
-        with self._waiting.get_lock():
-            self._waiting.value += 1
-        self._ready.cancel_join_thread()  # what nobody reads any more must not keep this process from its end
-        small = {k: v.numpy() if isinstance(v, Tensor) else v for k, v in vars(batch).items() if k != "features"}
-        self._ready.put(small)
+        with self._handing:
+            if self._left.value:
+                self._free.release()
+                return
+            stored(batch.features, self._slot(batch.features.device))
+            self._next = (self._next + 1) % len(self._slots)
+            with self._waiting.get_lock():
+                self._waiting.value += 1
+            small = {k: v.numpy() if isinstance(v, Tensor) else v for k, v in vars(batch).items() if k != "features"}
+            self._ready.put(small)
 
     def get(self, device: torch.device) -> Batch:
         since = time.perf_counter()
@@ -172,9 +172,16 @@ class ProcessChannel:
         return bool(self._full.value)
 
     def leave(self) -> None:
-        """As ThreadChannel's."""
+        """As ThreadChannel's. What the target is at is read off: a pipe that nobody reads would hold it for ever."""
         self._left.value = 1
         self._free.release()
+        while not self._handing.acquire(timeout=0.02):
+            self._discard()
+        self._handing.release()
+
+    def _discard(self) -> None:
+        while not self._ready.empty():
+            self._ready.get()
 
     def _slot(self, device: torch.device) -> Tensor:
         if device.type == "cuda" and not self._locked:
