@@ -22,7 +22,10 @@ COMMANDS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; 2 and one sentence on standard error when a setting cannot work."""
+    """Run the command; 2 and one sentence on standard error when a setting cannot work.
+
+    A word that the command does not know ends the process with 2, after the command's usage.
+    """
     parser = argparse.ArgumentParser(prog="python -m dflash", description="Train DFlash drafters.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, file in COMMANDS.items():
@@ -35,8 +38,12 @@ def main(argv: list[str] | None = None) -> int:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         module.arguments(command)
-        command.set_defaults(run=module.run)
-    arguments = parser.parse_args(argv)
+        command.set_defaults(run=module.run, command=command)
+    arguments, more = parser.parse_known_args(argv)
+    if "settings" in arguments and not any(word.startswith("-") for word in more):
+        arguments.settings += more  # argparse takes those that stand together; they may also follow an option
+    elif more:
+        arguments.command.error(f"unrecognized arguments: {' '.join(more)}")
     faulthandler.enable()
     try:
         return arguments.run(arguments)
