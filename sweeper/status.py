@@ -21,6 +21,7 @@ from dflash.events import EVENTS_FILE, EventReader
 from sweeper import store, supervisor
 from sweeper.display import Watch, duration
 from sweeper.store import Attempt
+from sweeper.words import with_store
 
 NOT_OVER, NO_SUCH = 3, 2
 
@@ -29,8 +30,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Print and return the exit status."""
     parser = argparse.ArgumentParser("python -m sweeper.status", description="What becomes of sweeps.")
     parser.add_argument("sweep", nargs="?", help="id of a sweep, or the beginning of one")
-    parser.add_argument("--store", type=Path, default=Path("runs"), help="the store (default: runs)")
-    chosen = parser.parse_args(arguments)
+    parser.add_argument("--store", type=Path, default=Path("runs"), help="the store, also as store=DIR (default: runs)")
+    chosen = parser.parse_args(with_store(arguments))
     folder = chosen.store.expanduser().absolute()
     plans = _plans(folder)
     if not plans:

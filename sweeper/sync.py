@@ -15,13 +15,14 @@ from dflash.settings import SettingError
 from sweeper.tracking import place as places
 from sweeper.tracking import redacted, sweeps
 from sweeper.tracking.place import Place
+from sweeper.words import with_store
 
 BAD_INPUT, NOT_DONE = 2, 1
 
 
 def main(arguments: list[str] | None = None) -> int:
     """The command; returns its exit status: 0, 2 for a bad setting, 1 when a tracking store could not be written."""
-    chosen = _parser().parse_args(arguments)
+    chosen = _parser().parse_args(with_store(arguments))
     try:
         wanted = _wanted(chosen.store, chosen.sweeps, chosen.uri, chosen.experiment)
     except SettingError as error:
@@ -87,7 +88,7 @@ def _wanted(store: Path, names: Sequence[str], uri: str | None, experiment: str 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m sweeper.sync", description=(__doc__ or "").partition("\n\n")[2])
     parser.add_argument("sweeps", nargs="*", metavar="SWEEP", help="ids of sweeps (default: all that were tracked)")
-    parser.add_argument("--store", type=Path, default=Path("runs"), help="the store (default: runs)")
+    parser.add_argument("--store", type=Path, default=Path("runs"), help="the store, also as store=DIR (default: runs)")
     parser.add_argument("--uri", help="an MLflow server or its database (default: where the sweep was tracked)")
     parser.add_argument("--experiment", help="experiment (default: the sweep's)")
     parser.add_argument("--rebuild", action="store_true", help="tell everything again, whatever was told before")

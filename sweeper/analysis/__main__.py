@@ -18,10 +18,10 @@ BAD_INPUT = 2
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m sweeper.analysis", description="What finished runs say together.")
-    parser.add_argument("path", type=Path, metavar="STORE|SWEEP", help="a store, or a folder below its sweeps/")
+    parser.add_argument("path", metavar="STORE|SWEEP", help="a store, also as store=DIR, or a folder below its sweeps/")
     parser.add_argument("--json", action="store_true", help="every figure as one JSON object")
     chosen = parser.parse_args(arguments)
-    folder: Path = chosen.path.expanduser().absolute()
+    folder = Path(chosen.path.removeprefix("store=")).expanduser().absolute()
     if (folder / "runs").is_dir():
         records, plans = of_store(folder), [read_json(path) for path in folder.glob("sweeps/*/plan.json")]
     elif (folder / "plan.json").is_file():

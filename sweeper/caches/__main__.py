@@ -22,6 +22,7 @@ from typing import Any
 from dflash.settings import SettingError
 from sweeper.caches import snapshots
 from sweeper.caches.snapshots import Snapshot
+from sweeper.words import with_store
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 _BYTES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -36,13 +37,13 @@ def main(arguments: list[str] | None = None) -> int:
     lists = commands.add_parser("list", help="every snapshot, last used first")
     prunes = commands.add_parser("prune", help="remove snapshots that are not in use")
     for command in (lists, prunes):
-        command.add_argument("--store", default="./runs", help="folder of the sweeps (default ./runs)")
+        command.add_argument("--store", default="./runs", help="the store, also as store=DIR (default ./runs)")
         command.add_argument("--json", action="store_true", help="one JSON object")
     prunes.add_argument("--older-than", metavar="TIME", help="made longer ago than this, such as 12h or 30d")
     prunes.add_argument("--unused-for", metavar="TIME", help="last used longer ago than this")
     prunes.add_argument("--down-to", metavar="SIZE", help="until they take no more than this, such as 500MB or 10GB")
     prunes.add_argument("--dry", action="store_true", help="say what would go, remove nothing")
-    given = parser.parse_args(arguments)
+    given = parser.parse_args(with_store(arguments))
     try:
         store = Path(given.store).expanduser().absolute()
         if not store.is_dir():

@@ -10,15 +10,17 @@ import shutil
 import sys
 from pathlib import Path
 
+from sweeper.words import with_store
+
 BAD_INPUT = 2
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m sweeper.report", description="The report of a sweep.")
     parser.add_argument("sweep", nargs="?", metavar="SWEEP", help="its id or folder (default: the newest of the store)")
-    parser.add_argument("--store", type=Path, default=Path("runs"), help="the store (default: runs)")
+    parser.add_argument("--store", type=Path, default=Path("runs"), help="the store, also as store=DIR (default: runs)")
     parser.add_argument("--out", type=Path, help="folder of report.html, .md and .csv (default: the sweep's own)")
-    chosen = parser.parse_args(arguments)
+    chosen = parser.parse_args(with_store(arguments))
 
     from sweeper.report import page, table
 
