@@ -417,7 +417,8 @@ def _fill_caches(record: _Record, missed: snapshots.Fault | None) -> caches.Star
         return first
     missed = _ensure_snapshot(run, session, record.index, record.lease)
     second = caches.Start(missed=str(missed), cause=missed.cause) if missed else take()
-    return second if second.missed else replace(second, note=f"{first.cause}: {first.missed}")
+    # Also of one that could not be made again: why that was is another thing than what became of the first.
+    return second if second.missed == first.missed else replace(second, note=f"{first.cause}: {first.missed}")
 
 
 def _unwritable(record: _Record, error: OSError) -> dict[str, Any]:

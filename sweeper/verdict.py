@@ -135,7 +135,7 @@ def _ended_well(run: Evidence, failure: Signature | None) -> Verdict:
     if not doubts:
         return Verdict("ok", None, "; ".join(filter(None, (run.reason, _unproved(run)))))
     cause, _ = doubts[0]
-    said = [text for _, text in doubts] + ([] if _missed(run) else [_unproved(run)])
+    said = [text for _, text in doubts] + [_unproved(run)]
     # The kind of doubt is its identity: counts and step numbers are not.
     return Verdict("degraded", named(cause, doubts[0][1], cause), "; ".join(filter(None, (*said, run.reason))))
 
@@ -201,8 +201,10 @@ def _missed(run: Evidence) -> tuple[str, str] | None:
 def _unproved(run: Evidence) -> str:
     """What a reader must know of the caches though nothing is wrong with the run."""
     cache = run.cache or {}
-    mixed = f"caches mixed, neither proved cold nor proved warm: {cache.get('why')}"
-    return "; ".join(filter(None, (cache.get("note"), mixed if cache.get("proved") == "mixed" else "")))
+    mixed = ""
+    if cache.get("proved") == "mixed" and not _missed(run):
+        mixed = f"caches mixed, neither proved cold nor proved warm: {cache.get('why')}"
+    return "; ".join(filter(None, (cache.get("note"), mixed)))
 
 
 def _signalled(run: Evidence, signal: int, failure: Signature | None) -> Verdict:

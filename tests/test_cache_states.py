@@ -154,6 +154,24 @@ def test_a_damaged_snapshot_on_a_read_only_disk_costs_the_warmth_not_the_run(
     told = done(job(ours, "warm"), during)
     assert (told["verdict"], told["signature"]["cause"]) == ("degraded", "cache.corrupt")
     assert (told["cache"]["proved"], told["cache"]["layers"]["fxgraph"]["misses"]) == ("mixed", 2)
+    assert told["reason"].count("could not be set aside") == 1
+
+
+def test_a_damaged_snapshot_that_cannot_be_made_again_is_told_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    during, ours = session(tmp_path / "store"), wheel(tmp_path, "cu130")
+    done(job(ours, "cold"), during)
+    damage(during)
+    monkeypatch.setattr(snapshots, "_store", no_room)
+    told = done(job(ours, "warm"), during)
+    assert (told["verdict"], told["signature"]["cause"]) == ("degraded", "host.disk_full")
+    for words in ("proved mixed: no room", "cache.corrupt: the snapshot was damaged", "is set aside as"):
+        assert words in told["reason"]
+
+
+def no_room(*of: Any) -> bool:
+    raise snapshots.Fault("no room", "host.disk_full")
 
 
 def test_a_full_disk_costs_the_warmth_not_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,6 +306,7 @@ def test_a_disk_too_full_for_what_a_warm_run_missed_leaves_the_snapshot_as_it_is
     again, found = done(warm.repeated(3), during), done(warm.repeated(4), during)
     assert (again["signature"]["cause"], again["cache"]["why"]) == ("cache.warm_missed", "1 hits, 1 misses")
     assert "cache.corrupt: the snapshot was damaged" in again["cache"]["note"]
+    assert again["reason"] == f"asked for a warm cache, proved mixed: 1 hits, 1 misses; {again['cache']['note']}"
     assert (found["verdict"], found["cache"]["proved"]) == ("ok", "warm")
 
 

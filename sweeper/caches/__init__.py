@@ -53,7 +53,7 @@ class Start:
 
     made_by: the run that made the snapshot; empty where the run starts with none. missed: why a snapshot that
     was asked for could not be had, so that the run started cold; cause: the signature's cause of that.
-    note: what a reader must know of a snapshot that was had all the same.
+    note: what became of a first snapshot, where another one was had or asked for after it.
     """
 
     made_by: str = ""
