@@ -2,8 +2,8 @@
 
 As z-lab's benchmark counts it: 1 to B tokens a round, the target's own one included; the mean over responses of
 each response's mean. The target first answers every prompt by plain decoding. That gives the earlier turns of a
-conversation, the responses that speculation must repeat, and the time it must beat; drafters measured one after
-another are measured against the same answers.
+conversation and the responses that speculation must repeat; drafters measured one after another are measured
+against the same answers. No speed is measured: what a round costs is a matter of the server that will run it.
 """
 
 from __future__ import annotations
@@ -52,9 +52,6 @@ class Acceptance:
     histogram: list[int]  # rounds that gave 1, 2, .. B tokens
     distinct4: float | None  # mean over responses of distinct 4-grams / 4-grams: a loop flatters tau
     identical: float | None  # share of responses equal to plain decoding's, token for token; None when sampled
-    speedup: float | None  # tokens_s / plain_tokens_s
-    tokens_s: float | None  # tokens a second while decoding, without the reading of prompts, of the whole batch
-    plain_tokens_s: float | None
     temperature: float
     block: int
     max_new: int
@@ -86,10 +83,9 @@ class _Asked:
 
 @dataclass
 class Reference:
-    """What the target says by plain decoding: `batches` of turns decoded together, and the seconds it took."""
+    """What the target says by plain decoding: `batches` of turns decoded together."""
 
     batches: list[list[_Asked]] = field(default_factory=list)
-    seconds: float = 0.0
 
     @property
     def asked(self) -> list[_Asked]:
@@ -129,10 +125,7 @@ def answer(
         for first in range(0, len(waiting), conditions.batch):
             numbers = waiting[first : first + conditions.batch]
             ids = [_ids(tokenizer, histories[number], conditions.thinking, number + 1, name) for number in numbers]
-            if first == turn == 0:
-                _warm_up(model, ids, None)
-            responses, seconds = _decode(model, ids, None, conditions, stops, len(reference.batches))
-            reference.seconds += seconds
+            responses = _decode(model, ids, None, conditions, stops, len(reference.batches))
             reference.batches.append(
                 [_Asked(n, turn, i, r.tokens) for n, i, r in zip(numbers, ids, responses, strict=True)]
             )
@@ -179,20 +172,16 @@ def measure(
     if untrained is None:
         untrained = untrained_tau(target_model, tokenizer, drafter, mask_token, taps, reference, conditions)
     stops = stop_tokens(target_model, tokenizer)
-    _warm_up(target_model, [turn.ids for turn in reference.batches[0]], speculation)
     responses: list[Response] = []
-    seconds = 0.0
     for number, turns_together in enumerate(reference.batches):
         ids = [turn.ids for turn in turns_together]
-        made, took = _decode(target_model, ids, speculation, conditions, stops, number)
-        responses, seconds = responses + made, seconds + took
+        responses += _decode(target_model, ids, speculation, conditions, stops, number)
         if progress:
             progress(len(responses), len(reference.asked))
     return _summary(
         responses,
         reference,
         conditions,
-        seconds=seconds,
         set=name,
         n=len(prompts),
         tau_untrained=untrained[0],
@@ -218,7 +207,7 @@ def untrained_tau(
     random = Drafter(drafter.geometry, visible, attend_dense, weights).eval().requires_grad_(False)
     speculation = Speculation(random, drafter.geometry.block, mask_token, taps)
     ids = [turn.ids for turn in reference.batches[0][:UNTRAINED]]
-    responses, _ = _decode(model, ids, speculation, conditions, stop_tokens(model, tokenizer), 0)
+    responses = _decode(model, ids, speculation, conditions, stop_tokens(model, tokenizer), 0)
     means = [float(np.mean(response.rounds)) for response in responses if response.rounds]
     return (float(np.mean(means)) if means else None), len(ids)
 
@@ -237,9 +226,6 @@ def table(found: Sequence[Acceptance]) -> str:
         "untrained",
         "identical",
         "distinct-4",
-        "speed-up",
-        "tok/s",
-        "plain",
     ]
     lines = [head]
     for a in found:
@@ -256,9 +242,6 @@ def table(found: Sequence[Acceptance]) -> str:
                 f"{_number(a.tau_untrained, 2)} ({a.n_untrained})",
                 _number(a.identical, 3),
                 _number(a.distinct4, 2),
-                _number(a.speedup, 2),
-                _number(a.tokens_s, 0),
-                _number(a.plain_tokens_s, 0),
             ]
         )
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -290,7 +273,6 @@ def _summary(
     reference: Reference,
     conditions: Conditions,
     *,
-    seconds: float,
     n: int,
     block: int,
     began: float,
@@ -308,8 +290,6 @@ def _summary(
     greedy = conditions.temperature == 0
     same = [response.tokens == turn.answer for turn, response in zip(asked, responses, strict=True)]
     distinct = [distinct4(response.tokens) for response in responses]
-    rate = _rate(len(rounds) and sum(rounds), seconds)
-    plain = _rate(sum(len(turn.answer) - 1 for turn in asked), reference.seconds)
     return Acceptance(
         n=n,
         responses=len(responses),
@@ -323,9 +303,6 @@ def _summary(
         histogram=histogram.tolist(),
         distinct4=_mean(distinct),
         identical=_mean(same) if greedy else None,
-        speedup=rate / plain if rate and plain else None,
-        tokens_s=rate,
-        plain_tokens_s=plain,
         temperature=conditions.temperature,
         block=block,
         max_new=conditions.max_new,
@@ -372,10 +349,6 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return float(np.mean(known)) if known else None
 
 
-def _rate(tokens: int, seconds: float) -> float | None:
-    return tokens / seconds if tokens and seconds > 0 else None
-
-
 def _decode(
     model: Any,
     ids: Sequence[Sequence[int]],
@@ -383,7 +356,7 @@ def _decode(
     conditions: Conditions,
     stops: set[int],
     number: int,
-) -> tuple[list[Response], float]:
+) -> list[Response]:
     """`decode`, with the chances of batch `number`."""
     generator = None
     if conditions.temperature > 0:
@@ -398,12 +371,6 @@ def _decode(
         temperature=conditions.temperature,
         generator=generator,
     )
-
-
-def _warm_up(model: Any, ids: Sequence[Sequence[int]], speculation: Speculation | None) -> None:
-    """What a GPU does only once, such as loading kernels, is done before anything is timed."""
-    if model.device.type == "cuda":
-        decode(model, ids, speculation, max_new=32, stops=())
 
 
 def _twin(drafter: Drafter, model: Any) -> Drafter:

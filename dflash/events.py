@@ -42,7 +42,7 @@ KINDS: dict[str, str] = {
     "step}, stage_tok_s {target|drafter: tokens a second of one worker's own working time}",
     "eval": "acceptance was measured by decoding: variant, step, set, n, tokens, tau, tau_low, tau_high (95 %), "
     "tau_untrained, accept_at (share of rounds that accepted slot k, by slot), distinct4, identical (greedy outputs "
-    "equal to the target's own), speedup, temperature, block, max_new, seconds",
+    "equal to the target's own), temperature, block, max_new, seconds",
     "checkpoint": "a checkpoint to resume from was written: variant, step, folder, seconds",
     "profile": "steps were recorded with torch.profiler: first, last, trace, table (files), seconds (to write them)",
     "resume": "training goes on from a checkpoint: variant, step (the last one done), folder",

@@ -10,7 +10,6 @@ column that no token ever sees.
 from __future__ import annotations
 
 import inspect
-import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -70,8 +69,8 @@ def decode(
     stops: Collection[int],
     temperature: float = 0.0,
     generator: torch.Generator | None = None,
-) -> tuple[list[Response], float]:
-    """Answer `prompts` (token ids, none empty), all at once, and say how many seconds it took after their reading.
+) -> list[Response]:
+    """Answer `prompts` (token ids, none empty), all at once.
 
     `model` is a causal LM of transformers; without a speculation it decodes token by token, the same way. A response
     ends with the first of `stops` or after `max_new` tokens. At temperature 0 every token is the target's likeliest,
@@ -94,7 +93,6 @@ def decode(
         rows = list(range(len(prompts)))  # the response that each row of the batch belongs to
         length = torch.tensor([len(prompt) for prompt in prompts], device=device)  # tokens that the target has read
         going = _extend(responses, rows, last[:, None].tolist(), max_new, stops)
-        started = _now(device)
         while any(going):
             if not all(going):
                 keep = torch.tensor([at for at, goes in enumerate(going) if goes], device=device)
@@ -114,7 +112,7 @@ def decode(
             length = length + accepted + 1
             told = torch.cat([accepted[:, None], chosen], dim=1).tolist()  # the one wait for the device in a round
             going = _extend(responses, rows, [row[1 : row[0] + 2] for row in told], max_new, stops, rounds=True)
-        return responses, _now(device) - started
+        return responses
 
 
 def _extend(
@@ -297,9 +295,3 @@ def check_target(model: Any) -> Any:
             "target.model", name, f"must be loaded with attention sdpa or eager, not {config._attn_implementation}"
         )
     return config
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()

@@ -64,7 +64,7 @@ def fanout(told: list[dict[str, Any]], *variants: str) -> list[dict[str, Any]]:
 def evaluated(step: int, tau: float, prompts: str = "gsm8k", variant: str = "", at: float = 200.0) -> dict[str, Any]:
     """An evaluation that ended `at` seconds after the start."""
     figures = {"n": 32, "tokens": 4000, "tau": tau, "tau_low": tau - 0.1, "tau_high": tau + 0.1, "tau_untrained": 1.0}
-    figures |= {"accept_at": [0.6, 0.3], "distinct4": 0.8, "identical": 1.0, "speedup": 1.2, "seconds": 3.0}
+    figures |= {"accept_at": [0.6, 0.3], "distinct4": 0.8, "identical": 1.0, "seconds": 3.0}
     conditions = {"temperature": 0.0, "block": 8, "max_new": 128}
     return {"t": BEGAN + at, "event": "eval", "variant": variant, "step": step, "set": prompts} | figures | conditions
 

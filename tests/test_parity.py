@@ -85,7 +85,7 @@ def test_official_code_gives_the_same_tokens_and_the_same_acceptance_lengths(off
         # Both asked for more than is compared: towards its end z-lab's code drafts with a shorter block.
         more = 60 + BLOCK
         want = official.dflash_generate(theirs, model, prompt, more, None, return_stats=True)
-        (got,), _ = decode(model, prompt.tolist(), ours, max_new=more, stops=())
+        (got,) = decode(model, prompt.tolist(), ours, max_new=more, stops=())
         assert got.tokens == want.output_ids[0, length:].tolist()
         assert compared(got.rounds) == compared(want.acceptance_lengths)
         seen |= set(got.rounds)
@@ -104,7 +104,7 @@ def test_a_round_that_a_stop_token_ends_counts_as_in_the_official_code(official,
     for stop in range(VOCAB):
         prompt = torch.tensor([[1, 4, stop]])
         want = official.dflash_generate(theirs, model, prompt, 80, [stop], return_stats=True)
-        (got,), _ = decode(model, prompt.tolist(), ours, max_new=80, stops=[stop])
+        (got,) = decode(model, prompt.tolist(), ours, max_new=80, stops=[stop])
         assert got.tokens == want.output_ids[0, 3:].tolist()
         if got.tokens[-1] == stop:
             assert got.rounds == want.acceptance_lengths

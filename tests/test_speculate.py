@@ -129,7 +129,7 @@ def test_greedy_output_is_the_targets_own_at_every_acceptance_count(name):
     answers = [greedy(model, prompt, 40) for prompt in asked]
     assert len(set(map(tuple, answers))) == len(asked)
     oracle = Oracle(model, asked, answers, [0, 4, 1, 3, 2, 4, 4, 0, 2, 1, 3])
-    got, _ = decode(model, asked, Speculation(oracle, block, MASK, TAPS), max_new=40, stops=())
+    got = decode(model, asked, Speculation(oracle, block, MASK, TAPS), max_new=40, stops=())
     assert [response.tokens for response in got] == answers
     assert set(oracle.accepted) == set(range(block))
     for response in got:
@@ -143,7 +143,7 @@ def test_plain_decoding_equals_that_of_transformers(attention):
     model = make()
     model.set_attn_implementation(attention)
     asked = prompts(2, 7, 4)
-    got, _ = decode(model, asked, None, max_new=12, stops=())
+    got = decode(model, asked, None, max_new=12, stops=())
     for prompt, response in zip(asked, got, strict=True):
         ids = torch.tensor([prompt])
         want = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
@@ -163,7 +163,7 @@ def test_stop_tokens_and_the_length_limit_hold_exactly(lengths, right, block, ma
     model, asked = make(), prompts(*lengths)
     answers = [greedy(model, prompt, max_new + block) for prompt in asked]
     oracle = Oracle(model, asked, answers, right, check=False)
-    got, _ = decode(model, asked, Speculation(oracle, block, MASK, TAPS), max_new=max_new, stops=stops)
+    got = decode(model, asked, Speculation(oracle, block, MASK, TAPS), max_new=max_new, stops=stops)
     for answer, response in zip(answers, got, strict=True):
         stop = next((at + 1 for at, token in enumerate(answer) if token in stops), max_new)
         assert response.tokens == answer[: min(stop, max_new)]
@@ -197,8 +197,8 @@ def test_a_response_and_its_rounds_do_not_depend_on_who_shares_the_batch(window)
     model = make(dtype=torch.float64, vocab_size=6, seed=1)
     asked = [[t % 6 for t in prompt] for prompt in prompts(3, 12, 1, 8, 5, 2, 7, 4)]
     speculation = Speculation(drafter_for(model, 4, window), 4, 5, TAPS)
-    together, _ = decode(model, asked, speculation, max_new=30, stops={0})
-    alone = [decode(model, [prompt], speculation, max_new=30, stops={0})[0][0] for prompt in asked]
+    together = decode(model, asked, speculation, max_new=30, stops={0})
+    alone = [decode(model, [prompt], speculation, max_new=30, stops={0})[0] for prompt in asked]
     assert together == alone
     assert len({tokens for response in alone for tokens in response.rounds}) > 1
     assert len({len(response.tokens) for response in alone}) > 1  # some left the batch before others
@@ -209,7 +209,7 @@ def test_each_round_drafts_what_the_drafter_says_of_the_whole_text_so_far():
     model, block = make(dtype=torch.float64, vocab_size=6), 4
     drafter = drafter_for(model, block)
     prompt = [1, 2, 3]
-    got, _ = decode(model, [prompt], Speculation(drafter, block, 5, TAPS), max_new=24, stops=())
+    got = decode(model, [prompt], Speculation(drafter, block, 5, TAPS), max_new=24, stops=())
     text, rounds = prompt + got[0].tokens, []
     read = len(prompt)
     while read + 1 < len(text):
@@ -248,7 +248,7 @@ def test_sampled_responses_follow_the_targets_distribution(temperature):
         if answer:
             oracle = Oracle(model, [prompt], [answer], [2], check=False)
             speculation = Speculation(oracle, 3, 3, TAPS)
-        got, _ = decode(
+        got = decode(
             model,
             [prompt] * draws,
             speculation,
@@ -267,8 +267,8 @@ def test_a_response_of_one_token_has_no_round():
     model = make()
     speculation = Speculation(drafter_for(model, 4), 4, MASK, TAPS)
     first = greedy(model, [1], 1)
-    assert decode(model, [[1]], speculation, max_new=1, stops=())[0] == [Response(first, [])]
-    assert decode(model, [[1]], speculation, max_new=9, stops=set(first))[0] == [Response(first, [])]
+    assert decode(model, [[1]], speculation, max_new=1, stops=()) == [Response(first, [])]
+    assert decode(model, [[1]], speculation, max_new=9, stops=set(first)) == [Response(first, [])]
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ from sweeper.measure import (
 
 # Points a series has at most, about: a long run must not fill the store with rows, nor the UI with details.
 POINTS, DETAIL_POINTS = 10_000, 200
-EVALUATED = ("tau", "tau_low", "tau_high", "tau_untrained", "distinct4", "identical", "speedup")
+EVALUATED = ("tau", "tau_low", "tau_high", "tau_untrained", "distinct4", "identical")
 LOOKS = 5  # of the looks at a run's use of its machine one is shown: every ten seconds, as MLflow's own
 WRITTEN = ("t", "event", "pid", "thread", "nonfinite")  # what the writer adds to an event of its own
 HEADLINES = ("ktok_s", "time_to_first_step_s", "compile_s")
