@@ -108,21 +108,26 @@ def error(got: torch.Tensor, wanted: torch.Tensor) -> float:
     return ((got.double() - wanted).norm() / wanted.norm().clamp(min=1.0)).item()
 
 
-def assert_close(got: list[torch.Tensor], wanted: list[torch.Tensor], dtype: torch.dtype) -> None:
-    largest = 1e-5 if dtype == torch.float32 else 1e-2
+def assert_close(
+    got: list[torch.Tensor], wanted: list[torch.Tensor], dtype: torch.dtype, loudness: float = 1.0
+) -> None:
+    """Within twice what roundings alone do to dense attention. In 16 bits that grows with loud queries: gradients are
+    differences of outputs that are nearly one value each (over 600 of `cases` 0.4 % at most, and 1.5 %).
+    """
+    largest = 1e-5 if dtype == torch.float32 else 3e-2 if loudness > 1 else 1e-2
     for name, one, other in zip(("out", "dq", "dk", "dv"), got, wanted, strict=True):
         assert one.dtype == dtype
         assert error(one, other) < largest, name
 
 
-def assert_exact(mask: DFlashMask, q_k_v: list[torch.Tensor], grad: torch.Tensor) -> None:
+def assert_exact(mask: DFlashMask, q_k_v: list[torch.Tensor], grad: torch.Tensor, loudness: float = 1.0) -> None:
     mask = on(mask, DEVICE)
     out = attend_triton(*q_k_v, prepare_ranges(mask))
     got = [out, *torch.autograd.grad(out, q_k_v, grad)]
     wide = [x.detach().double().requires_grad_() for x in q_k_v]
     reference = attend_dense(*wide, visible(mask))
     wanted = [reference, *torch.autograd.grad(reference, wide, grad.double())]
-    assert_close(got, wanted, grad.dtype)
+    assert_close(got, wanted, grad.dtype, loudness)
     empty = (mask.anchors < 0).repeat_interleave(mask.block, dim=1)[:, None, :, None]
     assert not out.masked_fill(~empty, 0).any()
     assert not got[1].masked_fill(~empty, 0).any()
@@ -133,7 +138,7 @@ def assert_exact(mask: DFlashMask, q_k_v: list[torch.Tensor], grad: torch.Tensor
 @settings(max_examples=12 if INTERPRETED else 5, deadline=None)
 def test_outputs_and_gradients_are_those_of_dense_attention(case) -> None:
     mask, heads, dtype, loudness, seed = case
-    assert_exact(mask, *inputs(mask, heads, dtype, seed, loudness))
+    assert_exact(mask, *inputs(mask, heads, dtype, seed, loudness), loudness)
 
 
 def questions(mask: DFlashMask) -> torch.Tensor:
@@ -151,7 +156,7 @@ def questions(mask: DFlashMask) -> torch.Tensor:
     )
 
 
-def assert_alike(mask: DFlashMask, q_k_v: list[torch.Tensor], grad: torch.Tensor) -> None:
+def assert_alike(mask: DFlashMask, q_k_v: list[torch.Tensor], grad: torch.Tensor, loudness: float = 1.0) -> None:
     """Queries drawn from a table, of which the gradient is asked; the first lines of `q` are the table."""
     number = questions(mask).to(DEVICE)
     mask = on(mask, DEVICE)
@@ -166,7 +171,7 @@ def assert_alike(mask: DFlashMask, q_k_v: list[torch.Tensor], grad: torch.Tensor
     wide = [x.detach().double().requires_grad_() for x in (table, k, v)]
     reference = attend_dense(asked(wide[0]), wide[1], wide[2], visible(mask))
     wanted = [reference, *torch.autograd.grad(reference, wide, grad.double())]
-    assert_close(got, wanted, grad.dtype)
+    assert_close(got, wanted, grad.dtype, loudness)
     empty = (mask.anchors < 0).repeat_interleave(mask.block, dim=1)[:, None, :, None]
     assert not out.masked_fill(~empty, 0).any()
 
@@ -176,7 +181,7 @@ def assert_alike(mask: DFlashMask, q_k_v: list[torch.Tensor], grad: torch.Tensor
 @settings(max_examples=30 if INTERPRETED else 8, deadline=None)
 def test_slots_with_one_query_share_what_they_see(case) -> None:
     mask, heads, dtype, loudness, seed = case
-    assert_alike(mask, *inputs(mask, heads, dtype, seed, loudness))
+    assert_alike(mask, *inputs(mask, heads, dtype, seed, loudness), loudness)
 
 
 @kernels

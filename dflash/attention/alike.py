@@ -122,12 +122,11 @@ class _Alike(Function):
         grad = aligned(grad)
         dq, dk, dv = new_out(q), new_out(k), new_out(v)
         delta = own_backward(q, k, v, out, grad, lse, made.rest, dk, dv)
-        of_lines = gather_alike(
+        context_backward(q, k, v, grad, lse, delta, made.rest, dk, dv)
+        query_backward(q, k, v, grad, lse, delta, made.rest, dq)
+        q, grad, delta = gather_alike(
             q, grad, lse, delta, shared_lse, made.seen.anchor, made.source, made.gap, made.rest.block
         )
-        one_q, one_grad, one_delta = of_lines
-        context_backward(one_q, k, v, one_grad, shared_lse, one_delta, made.seen, dk, dv)
-        context_backward(q, k, v, grad, lse, delta, made.rest, dk, dv, add=True)
-        query_backward(q, k, v, grad, lse, delta, made.rest, dq)
-        query_backward(one_q, k, v, one_grad, shared_lse, one_delta, made.seen, dq, source=made.source)
+        context_backward(q, k, v, grad, shared_lse, delta, made.seen, dk, dv, add=True)
+        query_backward(q, k, v, grad, shared_lse, delta, made.seen, dq, source=made.source)
         return dq, dk, dv, None

@@ -21,22 +21,19 @@ import triton.language as tl
 HIDDEN = tl.constexpr(-1.0e30)
 NOTHING = tl.constexpr(-1.0e20)
 
-# Integers that differ from call to call of one drafter: a kernel made for their divisors would be compiled twice.
-VARYING = ["blocks", "window", "shared", "begins", "add"]
-
 
 @triton.jit
-def _slots(anchor, first, row, slot, blocks, window, B):
+def _slots(anchor, first, row, slot, blocks, window, B: tl.constexpr):
     """What slots see of the context, as [low, high), and their blocks; high -1: an empty block or no slot at all."""
     block = slot // B
     there = block < blocks
     high = tl.load(anchor + row * blocks + block, mask=there, other=-1)
     start = tl.load(first + row * blocks + block, mask=there, other=0)
-    return tl.maximum(start, high + (slot - block * B) - window + 1), high, block
+    return tl.maximum(start, high + slot % B - window + 1), high, block
 
 
-@triton.jit(do_not_specialize=[*VARYING, "B"])
-def key_tile_ranges(anchor, first, out, blocks, window, B, KEYS: tl.constexpr, M: tl.constexpr):
+@triton.jit
+def key_tile_ranges(anchor, first, out, blocks, window, KEYS: tl.constexpr, M: tl.constexpr, B: tl.constexpr):
     """For each key tile the query tiles (of M slots of one head) that see of it: [begin, all_begin, all_end, end).
 
     Tiles of [all_begin, all_end) see all of it. anchor and first int32 [R, N], out int32 [R, key tiles, 4]. With
@@ -86,14 +83,14 @@ def _context_tiles(low, high, KEYS: tl.constexpr):
 
 
 @triton.jit
-def _own_tiles(slot, SLOTS: tl.constexpr, context, slots, KEYS: tl.constexpr, B):
+def _own_tiles(slot, SLOTS: tl.constexpr, context, slots, KEYS: tl.constexpr, B: tl.constexpr):
     """The key tiles with the blocks of SLOTS slots from `slot` on: the first key and how many tiles."""
     first, last = slot // B, (tl.minimum(slot + SLOTS, slots) - 1) // B
     return context + first * B, tl.cdiv((last + 1 - first) * B, KEYS)
 
 
 @triton.jit
-def _masked_tile(i, start, a, b, own_start, own_count, context, low, high, block, KEYS: tl.constexpr, B):
+def _masked_tile(i, start, a, b, own_start, own_count, context, low, high, block, KEYS: tl.constexpr, B: tl.constexpr):
     """The i-th masked key tile of a query tile, of own_count + count - (b - a): first key, and who sees what of it."""
     own = i < own_count
     j = i - own_count
@@ -131,21 +128,22 @@ def longest_keys(keys, out, length, KEYS: tl.constexpr, D: tl.constexpr):
     tl.atomic_max(out + row * tl.num_programs(1) + key_head, longest)
 
 
-@triton.jit(do_not_specialize=[*VARYING, "B"])
+@triton.jit
 def forward(
     q, keys, values, out, lse, anchor, first, longest_key, source, begun, begun_lse, place,
     q_r, q_h, q_s, o_r, o_h, o_s, b_r, b_h, b_s,
-    group, context, slots, padded_slots, blocks, window, B, shared, begins, scale, limit,
-    M: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, PACK: tl.constexpr, PRECISION: tl.constexpr,
+    group, context, slots, padded_slots, blocks, window, scale, limit,
+    M: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, B: tl.constexpr, PACK: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out [R, Hq, Q, D] and lse float32 [R, Hq, padded Q], in log2 and +inf where a slot sees nothing.
 
     A tile holds PACK query heads of one key head times M / PACK slots: its rows then share few anchors, and hardly a
     key tile but the last is partly hidden. The last tiles come first, since late anchors see most.
 
-    If `shared` is 1 and not 0, a row's query is that of slot source[r, s] (int32 [R, Q]), and no keys of its own block
-    belong to it (alike.py: then B is 1). A row that sees nothing gives 0 and NOTHING. If `begins` is 1, a row goes on
-    from line place[r, s] (int32 [R, Q]) of `begun` and `begun_lse`, which such a call gave.
+    With `source` int32 [R, Q] a row's query is that of slot source[r, s], and no keys of its own block belong to it
+    (alike.py: then B is 1). A row that sees nothing gives 0 and NOTHING. With `begun`, `begun_lse` and `place` int32
+    [R, Q] a row goes on from line place[r, s] of what such a call gave.
 
     Softmax needs its maximum only so that nothing overflows. No score exceeds |q| |k|; where that bound, with the
     longest key of `longest_keys`, stays below `limit`, the tiles that are seen in full do without a maximum and
@@ -160,24 +158,31 @@ def forward(
     slot = tile * SLOTS + tl.arange(0, M) % SLOTS
     low, high, block = _slots(anchor, first, row, slot, blocks, window, B)
     start, count, a, b = _context_tiles(low, high, KEYS)
-    own_start, own_count = _own_tiles(tile * SLOTS, SLOTS, context, slots, KEYS, B)
-    own_count = tl.where(shared > 0, 0, own_count)
+    there = slot < slots
+    asks = slot
+    own_start, own_count = context, 0
+    if source is None:
+        own_start, own_count = _own_tiles(tile * SLOTS, SLOTS, context, slots, KEYS, B)
+    else:
+        there = there & (high >= 0)
+        asks = tl.load(source + row * slots + slot, mask=there, other=0)
 
-    there = (slot < slots) & (high >= tl.where(shared > 0, 0, -1))
-    asks = tl.load(source + row * slots + slot, mask=slot < tl.where(shared > 0, slots, 0), other=0)
-    asks = tl.where(shared > 0, asks, slot)
     d = tl.arange(0, D)
     at = q + row * q_r + head * q_h + asks.to(tl.int64) * q_s
     query = tl.load(at[:, None] + d[None, :], mask=there[:, None], other=0.0)
     longest = tl.max(tl.sum(query.to(tl.float32) * query.to(tl.float32), 1))
     bound = tl.sqrt(longest * tl.load(longest_key + row * (tl.num_programs(1) // packs) + key_head)) * scale
     lines = (row * (tl.num_programs(1) * PACK) + head) * padded_slots
-    known = slot < tl.where(begins > 0, slots, 0)
-    line = tl.load(place + row * slots + slot, mask=known, other=0)
-    top = tl.load(begun_lse + lines + line, mask=known, other=NOTHING)
-    total = tl.where(known, 1.0, 0.0)
-    at = begun + row * b_r + head * b_h + line.to(tl.int64) * b_s
-    acc = tl.load(at[:, None] + d[None, :], mask=known[:, None], other=0.0).to(tl.float32)
+    if begun is None:
+        top = tl.full([M], NOTHING, tl.float32)
+        total = tl.zeros([M], tl.float32)
+        acc = tl.zeros([M, D], tl.float32)
+    else:
+        known = tl.load(place + row * slots + slot, mask=there, other=0)
+        top = tl.load(begun_lse + lines + known, mask=there, other=0.0)
+        total = tl.full([M], 1.0, tl.float32)
+        at = begun + row * b_r + head * b_h + known.to(tl.int64) * b_s
+        acc = tl.load(at[:, None] + d[None, :], mask=there[:, None], other=0.0).to(tl.float32)
     r = row.to(tl.int32)
     for i in tl.range(0, own_count + count - (b - a)):
         key, seen = _masked_tile(i, start, a, b, own_start, own_count, context, low, high, block, KEYS, B)
@@ -206,11 +211,11 @@ def forward(
         v = _read(values, r, key_head, start + j * KEYS, KEYS, D)
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
 
-    empty = high <= tl.where(shared > 0, low, -1)
+    empty = high < 0 if source is None else low >= high
     acc = tl.where(empty[:, None], 0.0, acc / total[:, None])
     at = out + row * o_r + head * o_h + slot.to(tl.int64) * o_s
     tl.store(at[:, None] + d[None, :], acc.to(out.dtype.element_ty), mask=there[:, None])
-    none = tl.where(shared > 0, NOTHING, float("inf"))
+    none: tl.constexpr = float("inf") if source is None else NOTHING
     tl.store(lse + lines + slot, tl.where(empty, none, top + tl.log2(total)), mask=there)
 
 
@@ -284,16 +289,16 @@ def _key_gradients(
     return tl.dot(ds.to(query.dtype), query, dk, input_precision=PRECISION), dv
 
 
-@triton.jit(do_not_specialize=VARYING)
+@triton.jit
 def context_backward(
     queries, keys, values, grads, lse, delta, anchor, first, ranges, dk, dv,
     dk_r, dk_h, dk_t, dv_r, dv_h, dv_t,
-    group, context, blocks, window, add, scale, softmax_scale,
-    M: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, B: tl.constexpr, PRECISION: tl.constexpr,
+    group, context, blocks, window, scale, softmax_scale,
+    M: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, B: tl.constexpr, PRECISION: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of the context's keys, a tile of them a program, over the query tiles in `ranges`; added if `add` is 1.
+    """dk and dv of the context's keys, a tile of them a program, over the query tiles in `ranges`; ADD: added.
 
-    The first keys come first: in a document they are seen most. B is compiled in, for here masked tiles divide by it.
+    The first keys come first: in a document they are seen most.
     """
     tile, key_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     key = tile * KEYS
@@ -327,21 +332,23 @@ def context_backward(
     mask = t < context  # the keys after it are block slots, whose gradients own_backward wrote
     dk += row.to(tl.int64) * dk_r + key_head.to(tl.int64) * dk_h
     dv += row.to(tl.int64) * dv_r + key_head.to(tl.int64) * dv_h
-    there = t < tl.where(add > 0, context, 0)
-    dk_acc = dk_acc * softmax_scale + tl.load(dk + t * dk_t + d, mask=there, other=0.0).to(tl.float32)
+    dk_acc *= softmax_scale
+    if ADD:
+        dk_acc += tl.load(dk + t * dk_t + d, mask=mask, other=0.0).to(tl.float32)
+        dv_acc += tl.load(dv + t * dv_t + d, mask=mask, other=0.0).to(tl.float32)
     tl.store(dk + t * dk_t + d, dk_acc.to(dk.dtype.element_ty), mask=mask)
-    dv_acc += tl.load(dv + t * dv_t + d, mask=there, other=0.0).to(tl.float32)
     tl.store(dv + t * dv_t + d, dv_acc.to(dv.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=[*VARYING, "B"])
+@triton.jit
 def query_backward(
     q, keys, values, grad, lse, delta, anchor, first, dq, source,
     q_r, q_h, q_s, g_r, g_h, g_s, dq_r, dq_h, dq_s,
-    group, context, slots, padded_slots, blocks, window, B, shared, scale, softmax_scale,
-    M: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, PACK: tl.constexpr, PRECISION: tl.constexpr,
+    group, context, slots, padded_slots, blocks, window, scale, softmax_scale,
+    M: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, B: tl.constexpr, PACK: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq, over the same tiles as `forward`; if `shared` is 1, added to that of the slots in `source`, no two alike.
+    """dq, over the same tiles as `forward`; with `source` added to that of the slots there, no two of them alike.
 
     A pass of its own makes the scores a second time, seven products instead of five. Adding every key tile's part to
     dq atomically in context_backward instead was slower on an H200 (docs/STRATEGIES.md), and its order is random.
@@ -354,10 +361,12 @@ def query_backward(
     slot = tile * SLOTS + tl.arange(0, M) % SLOTS
     low, high, block = _slots(anchor, first, row, slot, blocks, window, B)
     start, count, a, b = _context_tiles(low, high, KEYS)
-    own_start, own_count = _own_tiles(tile * SLOTS, SLOTS, context, slots, KEYS, B)
-    own_count = tl.where(shared > 0, 0, own_count)
-    d = tl.arange(0, D)
-    there = (slot < slots) & (high >= tl.where(shared > 0, 0, -1))
+    d, there = tl.arange(0, D), slot < slots
+    own_start, own_count = context, 0
+    if source is None:
+        own_start, own_count = _own_tiles(tile * SLOTS, SLOTS, context, slots, KEYS, B)
+    else:
+        there = there & (high >= 0)
     mask = there[:, None]
     at = slot.to(tl.int64)
     line = (row * (tl.num_programs(1) * PACK) + head) * padded_slots + slot
@@ -381,11 +390,13 @@ def query_backward(
         v = _read(values, r, key_head, start + j * KEYS, KEYS, D)
         ds = p * (tl.dot(do, v.T, input_precision=PRECISION) - sums[:, None])
         acc = tl.dot(ds.to(k.dtype), k, acc, input_precision=PRECISION)
-    adds = there & (slot < tl.where(shared > 0, slots, 0))
-    at = tl.load(source + row * slots + slot, mask=adds, other=0)
-    at = tl.where(shared > 0, at, slot).to(tl.int64)
-    at = (dq + row * dq_r + head * dq_h + at * dq_s)[:, None] + d[None, :]
-    acc = acc * softmax_scale + tl.load(at, mask=adds[:, None], other=0.0).to(tl.float32)
+    acc *= softmax_scale
+    if source is None:
+        at = (dq + row * dq_r + head * dq_h + at * dq_s)[:, None] + d[None, :]
+    else:
+        at = tl.load(source + row * slots + slot, mask=there, other=0).to(tl.int64)
+        at = (dq + row * dq_r + head * dq_h + at * dq_s)[:, None] + d[None, :]
+        acc += tl.load(at, mask=mask, other=0.0).to(tl.float32)
     tl.store(at, acc.to(dq.dtype.element_ty), mask=mask)
 
 

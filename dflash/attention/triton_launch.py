@@ -70,7 +70,7 @@ def key_tile_ranges(anchor: Tensor, first: Tensor, context: int, block: int, win
     out = new_tile_ranges(anchor, context)
     with launch.on(anchor):
         kernels.key_tile_ranges[(out.shape[1], len(anchor))](
-            anchor, first, out, anchor.shape[1], window, block, KEYS=BACKWARD_KEYS, M=BACKWARD_QUERIES
+            anchor, first, out, anchor.shape[1], window, KEYS=BACKWARD_KEYS, M=BACKWARD_QUERIES, B=block
         )
     return out
 
@@ -119,12 +119,11 @@ def forward(
         with launch.on(q):
             kernels.forward[(triton.cdiv(slots, sizes.queries // pack), heads // pack, rows)](
                 q, _tiled(k, sizes.keys), _tiled(v, sizes.keys), out, lse, seen.anchor, seen.first, longest,
-                seen.anchor if source is None else source, *(begun or (out, lse, seen.anchor)),
+                source, *(begun or (None, None, None)),
                 *q.stride()[:3], *out.stride()[:3], *(begun.out if begun else out).stride()[:3],
-                heads // key_heads, k.shape[2] - slots, slots, lse.shape[2],
-                slots // seen.block, seen.window, seen.block, int(source is not None), int(begun is not None),
+                heads // key_heads, k.shape[2] - slots, slots, lse.shape[2], slots // seen.block, seen.window,
                 _log2_scale(width), LARGEST_EXPONENT[q.dtype],
-                M=sizes.queries, KEYS=sizes.keys, D=width, PACK=pack, PRECISION=_precision(q),
+                M=sizes.queries, KEYS=sizes.keys, D=width, B=seen.block, PACK=pack, PRECISION=_precision(q),
                 num_warps=sizes.warps, num_stages=sizes.stages,
             )  # fmt: skip
     return out, lse
@@ -174,8 +173,8 @@ def context_backward(
             _tiled(q, sizes.queries), _tiled(k, sizes.keys), _tiled(v, sizes.keys), _tiled(grad, sizes.queries),
             _lines(lse, sizes.queries), _lines(delta, sizes.queries), seen.anchor, seen.first, seen.tiles, dk, dv,
             *dk.stride()[:3], *dv.stride()[:3],
-            heads // key_heads, context, slots // seen.block, seen.window, int(add), _log2_scale(width), width**-0.5,
-            M=sizes.queries, KEYS=sizes.keys, D=width, B=seen.block, PRECISION=_precision(q),
+            heads // key_heads, context, slots // seen.block, seen.window, _log2_scale(width), width**-0.5,
+            M=sizes.queries, KEYS=sizes.keys, D=width, B=seen.block, PRECISION=_precision(q), ADD=add,
             num_warps=sizes.warps, num_stages=sizes.stages,
         )  # fmt: skip
 
@@ -198,12 +197,11 @@ def query_backward(
     if slots:
         with launch.on(q):
             kernels.query_backward[(triton.cdiv(slots, sizes.queries // pack), heads // pack, rows)](
-                q, _tiled(k, sizes.keys), _tiled(v, sizes.keys), grad, lse, delta, seen.anchor, seen.first, dq,
-                seen.anchor if source is None else source,
+                q, _tiled(k, sizes.keys), _tiled(v, sizes.keys), grad, lse, delta, seen.anchor, seen.first, dq, source,
                 *(stride for x in (q, grad, dq) for stride in x.stride()[:3]),
-                heads // key_heads, k.shape[2] - slots, slots, lse.shape[2],
-                slots // seen.block, seen.window, seen.block, int(source is not None), _log2_scale(width), width**-0.5,
-                M=sizes.queries, KEYS=sizes.keys, D=width, PACK=pack, PRECISION=_precision(q),
+                heads // key_heads, k.shape[2] - slots, slots, lse.shape[2], slots // seen.block, seen.window,
+                _log2_scale(width), width**-0.5,
+                M=sizes.queries, KEYS=sizes.keys, D=width, B=seen.block, PACK=pack, PRECISION=_precision(q),
                 num_warps=sizes.warps, num_stages=sizes.stages,
             )  # fmt: skip
 
