@@ -44,7 +44,7 @@ from dflash.devices import Placement
 from dflash.events import EVENTS_FILE, EventReader, EventWriter
 from dflash.geometry import Geometry
 from dflash.pipeline.average import ThreadAverager
-from dflash.pipeline.batch import Batch, BatchSource
+from dflash.pipeline.batch import Batch, BatchSource, batch_outline
 from dflash.pipeline.channel import ChannelStats
 from dflash.pipeline.drafter_worker import Work, run_drafter
 from dflash.pipeline.layout import Layout
@@ -90,13 +90,14 @@ class Bench:
         placement = options.placement
         target = {"model": str(options.target), "made_up": True}
         outline = Target.outline(settings.Target(**target), placement.targets[0][0])
-        features = shape.rows * shape.context * outline.width * outline.embedding.dtype.itemsize
+        width, dtype = outline.width, outline.embedding.dtype
+        two = 2 * batch_outline(shape.rows, shape.context, shape.anchors, width, dtype).bytes / 2**20
         job = JobSettings.from_dict(
             {
                 "data": {"path": "-", "row_tokens": shape.context},
                 "target": target,
                 "drafter": {"block": shape.block, "anchors": shape.anchors, "layers": 2 if options.tiny else 5},
-                "train": {"rows": shape.rows, "steady_after": WARM, "save": False, "queue_mib": 2 * features / 2**20},
+                "train": {"rows": shape.rows, "steady_after": WARM, "save": False, "queue_mib": two},
                 "compile": options.compile,
                 "device": "auto",
             }
@@ -104,7 +105,7 @@ class Bench:
         geometry = Geometry.settle(job.drafter, outline)
         variant = Variant("", job, geometry, outline.vocab_size - 1, outline.taps, Path(), Path(), {})
         data = Dataset(MadeUpRows(shape, outline.vocab_size), {})
-        plan = Plan(job, Layout.of(job), data, {"": variant}, outline.width, outline.embedding.dtype, {})
+        plan = Plan(job, Layout.of(job), data, {"": variant}, width, dtype, {})
         return cls(plan, placement, options.compile)
 
     def run(self, way: str, steps: int, spans: bool = False) -> tuple[float, list[float], list[Any]]:

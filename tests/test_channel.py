@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dflash.pipeline.average import ThreadAverager
-from dflash.pipeline.batch import Batch
+from dflash.pipeline.batch import Batch, batch_outline
 from dflash.pipeline.channel import ProcessChannel, ThreadChannel
 from dflash.strategies import Aborted
 
@@ -51,7 +51,7 @@ def assert_aborted(wait: Callable[[], object], abort: Callable[[], None]) -> Non
 def channels():
     context = torch.multiprocessing.get_context("spawn")
     size = batch(0).bytes
-    return [ThreadChannel(2 * size), ProcessChannel(2 * size, (1, 4, 2), torch.float32, context)]
+    return [ThreadChannel(2 * size), ProcessChannel(2 * size, batch(0), context)]
 
 
 @pytest.mark.parametrize("kind", [0, 1], ids=["threads", "processes"])
@@ -95,7 +95,7 @@ def test_a_channel_is_full_while_its_target_waits_for_room(kind):
 
 def test_very_many_small_batches_may_wait_between_processes():
     context = torch.multiprocessing.get_context("spawn")
-    channel = ProcessChannel(64 << 20, (1, 4, 2), torch.float32, context)  # two million slots
+    channel = ProcessChannel(64 << 20, batch(0), context)  # a million slots
     reader = copy.copy(channel)
     for index in range(50):
         channel.put(batch(index))
@@ -103,13 +103,59 @@ def test_very_many_small_batches_may_wait_between_processes():
 
 
 @pytest.mark.parametrize("kind", [0, 1], ids=["threads", "processes"])
-@pytest.mark.parametrize("tokens", [1, 20_000], ids=["no room", "a full pipe"])
-def test_a_target_does_not_wait_for_a_drafter_that_has_left(kind, tokens):
+def test_all_of_a_batch_arrives(kind):
+    made = torch.Generator().manual_seed(0)
+    sent = Batch(
+        index=(1 << 40) + 1,
+        tokens=torch.randint(1 << 40, (2, 5), generator=made),
+        loss_mask=torch.rand(2, 5, generator=made) > 0.5,
+        document=torch.randint(-1, 9, (2, 5), generator=made),
+        position=torch.randint(9, (2, 5), generator=made),
+        context_tokens=7,
+        features=torch.randn(2, 5, 3, generator=made).bfloat16(),
+        made=time.time(),
+        seconds=1 / 3,
+        anchors=torch.randint(-1, 5, (2, 3), generator=made),
+    )
+    context = torch.multiprocessing.get_context("spawn")
+    like = batch_outline(2, 5, 3, 3, torch.bfloat16)
+    assert like.bytes == sent.bytes
+    channel = ProcessChannel(1, like, context) if kind else ThreadChannel(1)
+    channel.put(sent)
+    got = channel.get(CPU)
+    assert vars(got).keys() == vars(sent).keys()
+    for name, value in vars(sent).items():
+        told = getattr(got, name)
+        assert type(told) is type(value), name
+        if isinstance(value, torch.Tensor):
+            assert told.dtype == value.dtype
+            assert torch.equal(told, value), name
+        else:
+            assert told == value, name
+    if kind:  # nothing of it lies where the next will
+        channel.put(replace(sent, tokens=sent.tokens * 0, features=sent.features * 0))
+        assert torch.equal(got.tokens, sent.tokens)
+        assert torch.equal(got.features, sent.features)
+
+
+@pytest.mark.parametrize("kind", [0, 1], ids=["threads", "processes"])
+def test_as_many_batches_of_long_rows_wait_as_the_bound_allows(kind):
+    """64 KiB, what a pipe holds, are 2,600 tokens of a row."""
+    like = batch_outline(1, 40_000, 16, 8, torch.float32)
+    context = torch.multiprocessing.get_context("spawn")
+    channel = ProcessChannel(3 * like.bytes, like, context) if kind else ThreadChannel(3 * like.bytes)
+    long = Batch(0, context_tokens=0, **{name: torch.zeros_like(x, device="cpu") for name, x in like.tensors.items()})
+    for _ in range(3):
+        channel.put(long)
+    assert channel.stats().bytes == 3 * like.bytes
+
+
+@pytest.mark.parametrize("kind", [0, 1], ids=["threads", "processes"])
+def test_a_target_does_not_wait_for_a_drafter_that_has_left(kind):
     """Of two variants that are asked to stop one may leave while the other still needs a batch of their target."""
     channel = channels()[kind]
     reader = copy.copy(channel) if kind else channel
-    large = replace(batch(0), tokens=torch.zeros(1, tokens, dtype=torch.int64))
-    sender = threading.Thread(target=lambda: [channel.put(large) for _ in range(9)], daemon=True)
+    sender = threading.Thread(target=lambda: [channel.put(batch(0)) for _ in range(9)], daemon=True)
     sender.start()
     time.sleep(0.2)
     assert sender.is_alive()
@@ -164,7 +210,8 @@ def test_features_arrive_whole_while_both_gpus_are_at_work(kind):
     source, drain = torch.device("cuda", 0), torch.device("cuda", torch.cuda.device_count() - 1)
     shape = (1, 4096, 2048)
     context = torch.multiprocessing.get_context("spawn")
-    channel = ProcessChannel(1 << 26, shape, torch.float32, context) if kind else ThreadChannel(1 << 26)
+    like = replace(batch(0), features=torch.empty(shape))
+    channel = ProcessChannel(2 * like.bytes, like, context) if kind else ThreadChannel(2 * like.bytes)
     reader = copy.copy(channel) if kind else channel
     busy = torch.randn(4096, 4096, device=drain)
     sums = []

@@ -32,9 +32,30 @@ class Batch:
     anchors: Tensor | None = None
 
     @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Those it has, by name."""
+        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+
+    @property
     def bytes(self) -> int:
-        """Size of the features, which is all that counts: tokens are a thousandth of it."""
-        return 0 if self.features is None else self.features.nbytes
+        """Of all tensors; nearly all of it are features."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+def batch_outline(rows: int, tokens: int, anchors: int, width: int, dtype: torch.dtype) -> Batch:
+    """A batch of these shapes that holds nothing: its tensors are on the meta device, features of type `dtype`."""
+    with torch.device("meta"):
+        whole = torch.empty(rows, tokens, dtype=torch.int64)
+        return Batch(
+            index=0,
+            tokens=whole,
+            loss_mask=whole.bool(),
+            document=whole,
+            position=whole,
+            context_tokens=0,
+            features=torch.empty(rows, tokens, width, dtype=dtype),
+            anchors=torch.empty(rows, anchors, dtype=torch.int64),
+        )
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 from dflash.pipeline.batch import Batch
-from dflash.pipeline.transfer import carried, fetched, lock_pages, stored
+from dflash.pipeline.slots import Slots
+from dflash.pipeline.transfer import carried
 from dflash.strategies import Aborted
 
 
@@ -110,57 +110,49 @@ class ThreadChannel:
 
 
 class ProcessChannel:
-    """Between two processes: features lie in a ring of slots in shared memory, as many as the bound allows.
+    """Between two processes: batches lie in a ring of slots in shared memory, as many as the bound allows.
 
-    Slots are made once, for shapes are constant; only a batch's small tensors are pickled. GPUs copy into them and
-    out of them beside their computing, for each end locks their pages at its first batch. (Memory of a GPU shared
-    between processes would save the way over the host, which is hidden anyhow, at the price of rules about who may
-    end when.) Waiters are not woken on abort: the parent ends the processes.
+    Nothing but numbers is counted between the two, so neither can be held by a pipe that the other does not read.
+    Waiters are not woken on abort: the parent ends the processes.
     """
 
-    def __init__(self, limit_bytes: int, shape: tuple[int, ...], dtype: torch.dtype, context: Any) -> None:
-        self._size = dtype.itemsize * int(torch.Size(shape).numel())
-        count = max(1, limit_bytes // self._size)
-        self._slots = torch.empty((count, *shape), dtype=dtype).share_memory_()
-        self._free, self._ready = context.Semaphore(count), context.SimpleQueue()
-        self._waiting, self._left, self._handing = context.Value("q", 0), context.Value("b", 0), context.Lock()
-        self._full = context.Value("b", 0)
+    def __init__(self, limit_bytes: int, like: Batch, context: Any) -> None:
+        """For batches of the shapes of `like` (batch_outline); `context` is of multiprocessing."""
+        self._size = like.bytes
+        self._slots = Slots(max(1, limit_bytes // self._size), like)
+        self._free, self._ready = context.Semaphore(len(self._slots)), context.Semaphore(0)
+        self._waiting, self._left, self._full = context.Value("q", 0), context.Value("b", 0), context.Value("b", 0)
         self._target_waited, self._drafter_waited = context.Value("d", 0.0), context.Value("d", 0.0)
-        self._locked = False
         self._next = 0  # the slot that this end uses next: writer and reader go round in the same order
 
     def put(self, batch: Batch) -> None:
+        """As ThreadChannel's."""
         since = time.perf_counter()
         if not self._free.acquire(block=False):
             self._full.value = 1
             self._free.acquire()
             self._full.value = 0
         self._target_waited.value += time.perf_counter() - since  # one writer
-        assert batch.features is not None
-        with self._handing:
-            if self._left.value:
-                self._free.release()
-                return
-            stored(batch.features, self._slot(batch.features.device))
-            self._next = (self._next + 1) % len(self._slots)
-            with self._waiting.get_lock():
-                self._waiting.value += 1
-            small = {k: v.numpy() if isinstance(v, Tensor) else v for k, v in vars(batch).items() if k != "features"}
-            self._ready.put(small)
+        if self._left.value:
+            self._free.release()  # the next does not wait either
+            return
+        self._slots.write(self._next, batch)
+        self._next = (self._next + 1) % len(self._slots)
+        with self._waiting.get_lock():
+            self._waiting.value += 1
+        self._ready.release()
 
     def get(self, device: torch.device) -> Batch:
+        """As ThreadChannel's."""
         since = time.perf_counter()
-        small = self._ready.get()
+        self._ready.acquire()
         self._drafter_waited.value += time.perf_counter() - since  # one reader
-        features = fetched(self._slot(device), device)
+        batch = self._slots.read(self._next, device)
         self._next = (self._next + 1) % len(self._slots)
         with self._waiting.get_lock():
             self._waiting.value -= 1
         self._free.release()
-        tensors: dict[str, Any] = {
-            k: v if isinstance(v, int | float) else torch.from_numpy(v) for k, v in small.items()
-        }
-        return Batch(**tensors, features=features)
+        return batch
 
     @property
     def left(self) -> bool:
@@ -172,22 +164,9 @@ class ProcessChannel:
         return bool(self._full.value)
 
     def leave(self) -> None:
-        """As ThreadChannel's. What the target is at is read off: a pipe that nobody reads would hold it for ever."""
+        """As ThreadChannel's."""
         self._left.value = 1
         self._free.release()
-        while not self._handing.acquire(timeout=0.02):
-            self._discard()
-        self._handing.release()
-
-    def _discard(self) -> None:
-        while not self._ready.empty():
-            self._ready.get()
-
-    def _slot(self, device: torch.device) -> Tensor:
-        if device.type == "cuda" and not self._locked:
-            lock_pages(self._slots, device)
-            self._locked = True
-        return self._slots[self._next]
 
     def stats(self) -> ChannelStats:
         return ChannelStats(self._waiting.value * self._size, self._target_waited.value, self._drafter_waited.value)

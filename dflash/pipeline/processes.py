@@ -20,7 +20,7 @@ from dflash.events import EVENTS_FILE, EventWriter
 from dflash.failure import report_failure
 from dflash.pipeline import spans
 from dflash.pipeline.average import PeerLost, ProcessAverager
-from dflash.pipeline.batch import BatchSource
+from dflash.pipeline.batch import BatchSource, batch_outline
 from dflash.pipeline.channel import Channel, ProcessChannel
 from dflash.pipeline.drafter_worker import Work, draft
 from dflash.pipeline.evaluation import Evaluation
@@ -64,11 +64,15 @@ def run_in_processes(
 ) -> str:
     """Run a job to its end; gives its status (dflash.train.train)."""
     job, layout = plan.job, plan.layout
-    size = (job.train.rows, job.data.row_tokens, plan.feature_width)
     context = torch.multiprocessing.get_context("spawn")
-    channels: dict[tuple[int, int], Channel] = {
-        pair: ProcessChannel(channel_limit(job), size, plan.feature_dtype, context) for pair in layout.pairs
-    }
+
+    def channel(drafter: int) -> Channel:
+        anchors = plan.variants[layout.seats[drafter].variant].job.drafter.anchors
+        rows, tokens = job.train.rows, job.data.row_tokens
+        like = batch_outline(rows, tokens, anchors, plan.feature_width, plan.feature_dtype)
+        return ProcessChannel(channel_limit(job), like, context)
+
+    channels = {(target, drafter): channel(drafter) for target, drafter in layout.pairs}
     # A name of this process's own: one that an earlier run left would make the drafters meet its ghosts.
     meetings = [out / f".meeting-{os.getpid()}-{number}" for number in range(len(layout.variants))]
     averagers = {
