@@ -37,7 +37,8 @@ class Step:
     """One training step of one variant ('' without fanout) that ended at `t` (Unix seconds).
 
     nonfinite: fields that were inf or NaN. slots: the fields SLOTS, None where a slot had no label. waits: seconds
-    that each worker waited. tok_s: tokens a second of a side's one worker while it worked.
+    that each worker waited. tok_s: tokens a second of a side's one worker while it worked. lag: seconds from when its
+    last batch was made.
     """
 
     step: int
@@ -46,6 +47,7 @@ class Step:
     steps: int = 0
     tokens: int = 0
     seconds: float | None = None
+    lag: float | None = None
     steady: bool = False
     nonfinite: tuple[str, ...] = ()
     series: dict[str, float] = field(default_factory=dict)
@@ -92,7 +94,8 @@ class Figures(Learnt):
     steps, tokens and the steady window are those of the first variant, for all train on the same stream: its
     context tokens count once, however many variants use them.
     ktok_s: thousands of context tokens a second over the steady window, all drafters of a variant together.
-    steady_seconds: wall time of the window, less what the first variant's evaluations in it took.
+    steady_seconds: wall time of the window, less what the first variant's evaluations in it took, and with what its
+    drafters caught up of a backlog: the figure is that of the slower side.
     targets_waited, drafters_waited: share of the window that a worker of this kind stood waiting, on average,
     for room in a queue and for a batch.
     compile_s: seconds spent in compilers, summed over threads, so it may exceed the wall time.
@@ -128,7 +131,8 @@ def figures(events: list[dict[str, Any]], started: float | None = None) -> Figur
     steady = [s for s in done if s.steady]
     opened = window_start(done)
     closed = max((s.t for s in steady), default=0.0)
-    seconds = None if opened is None else closed - opened - overlap(pauses(done, measured), opened, closed)
+    still = pauses(done, measured)
+    seconds = None if opened is None else closed - opened - overlap(still, opened, closed) + caught_up(done, still)
     tokens = sum(s.tokens for s in steady)
     told = totals(events, "rss_bytes", "compile_seconds")
     names = list(dict.fromkeys([*found, *(e.variant for e in measured)]))
@@ -209,6 +213,16 @@ def window_start(done: list[Step]) -> float | None:
     return max((step.t for step in done if step.step < first.step), default=None)
 
 
+def caught_up(done: list[Step], still: list[tuple[float, float]]) -> float:
+    """Seconds of a window that a backlog saved: how much later than the last steady step the one before the first used
+    its batch, counted from when it was made and without the evaluations between. 0 where steps do not tell.
+    """
+    steady = [s for s in done if s.steady]
+    ends = [step for step in done if steady and step.step in (steady[0].step - 1, steady[-1].step)]
+    lags = [step.lag - overlap(still, step.t - step.lag, step.t) for step in ends if step.lag is not None]
+    return max(0.0, lags[0] - lags[1]) if len(lags) == 2 else 0.0
+
+
 def parse_step(event: dict[str, Any]) -> Step | None:
     """Read one event as a step; None when it is no step or lacks a usable number or time."""
     number, t = event.get("step"), finite(event.get("t"))
@@ -225,6 +239,7 @@ def parse_step(event: dict[str, Any]) -> Step | None:
         steps=int(finite(event.get("steps")) or 0),
         tokens=int(tokens) if tokens and tokens > 0 else 0,
         seconds=seconds if seconds and seconds > 0 else None,
+        lag=finite(event.get("lag")),
         steady=event.get("steady") is True,
         nonfinite=(*(str(n) for n in named), *odd) if isinstance(named, list) else odd,
         series={name: value for name in SERIES if (value := finite(event.get(name))) is not None},

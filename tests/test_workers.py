@@ -43,12 +43,10 @@ TARGET = SimpleNamespace(
 
 
 class Backlog:
-    """A channel in which `waiting` batches lie since long ago. Of those after them `made_since` lie there when they are
-    asked for, the others are made then.
-    """
+    """A channel in which `waiting` batches lie since long ago; those after them are made when they are asked for."""
 
-    def __init__(self, waiting: int, made_since: int = 0) -> None:
-        self.waiting, self.made_since, self.given = waiting, made_since, 0
+    def __init__(self, waiting: int) -> None:
+        self.waiting, self.given = waiting, 0
 
     full = False
 
@@ -63,12 +61,10 @@ class Backlog:
         """No target waits here."""
 
     def stats(self) -> ChannelStats:
-        return ChannelStats(512 * max(0, self.waiting + self.made_since - self.given), 0.0, 0.0)
+        return ChannelStats(512 * max(0, self.waiting - self.given), 0.0, 0.0)
 
 
-def run(
-    tmp_path: Path, waiting: int, steady_after: int, stop_at: int = 0, made_since: int = 0
-) -> tuple[str, list[dict[str, Any]]]:
+def run(tmp_path: Path, waiting: int, steady_after: int, stop_at: int = 0) -> tuple[str, list[dict[str, Any]]]:
     """Status and step events of a run of nine steps; asked to stop during step `stop_at`."""
     tmp_path.mkdir(exist_ok=True)
     torch.manual_seed(0)
@@ -87,7 +83,7 @@ def run(
     drafter = Drafter(geometry, strategy.prepare, strategy.attend, draw(geometry, job.seed))
     ends = FrozenEnds(torch.randn(16, 8), 1.0, torch.randn(16, 8), 15)
     layout = Layout.of(job)
-    channel = Backlog(waiting, made_since)
+    channel = Backlog(waiting)
     tools = Tools(
         job, layout, {"": 0}, {(0, 0): channel}, events, probe, strategy, lambda: 0 < stop_at <= channel.given
     )
@@ -97,8 +93,8 @@ def run(
     return status, [e for e in EventReader(tmp_path / "events.jsonl").poll() if e["event"] == "step"]
 
 
-def steady_steps(tmp_path: Path, waiting: int, steady_after: int, made_since: int = 0) -> list[int]:
-    status, steps = run(tmp_path, waiting, steady_after, made_since=made_since)
+def steady_steps(tmp_path: Path, waiting: int, steady_after: int) -> list[int]:
+    status, steps = run(tmp_path, waiting, steady_after)
     assert status == "ok"
     return [e["step"] for e in steps if e["steady"]]
 
@@ -111,33 +107,29 @@ def test_batches_that_piled_up_during_warm_up_are_no_speed(tmp_path):
     assert steady_steps(tmp_path, waiting=7, steady_after=3) == [9]
 
 
-def test_nor_are_batches_that_piled_up_while_those_were_used(tmp_path):
-    """They come at the drafter's pace, not at their target's."""
-    assert steady_steps(tmp_path, waiting=5, steady_after=3, made_since=2) == [9]
+def test_the_window_opens_behind_the_first_batch_made_after_warm_up_and_stays_open():
+    window = Window()
+    assert not window.has(5.0, False, True), "warm-up is not over"
+    window.warm = 10.0
+    assert [window.has(made, False, True) for made in (9.0, 10.5, 9.5, 11.0)] == [False, False, True, True]
 
 
-def test_the_window_opens_behind_the_batch_that_finds_its_channel_at_rest_and_stays_open():
-    moves = (False, False, 9)  # full, empty, how many wait
-    for rest in ((True, False, 9), (False, True, 0), (False, False, 10)):
-        window = Window()
-        assert not window.has(5.0, *rest, left=50), "warm-up is not over"
-        window.warm = 10.0
-        steps = [(9.0, (False, False, 10)), (9.5, moves), (10.5, moves), (11.0, rest), (12.0, moves), (13.0, moves)]
-        assert [window.has(made, *how, left=50) for made, how in steps] == [False] * 4 + [True, True]
-
-
-def test_between_two_sides_nearly_alike_the_window_opens_when_what_waits_matters_little():
+def test_the_window_has_as_many_turns_of_each_target():
     window = Window(warm=10.0)
-    waits = [(9, 100), (6, 99), (5, 98), (4, 97), (4, 96), (5, 95)]
-    counted = [window.has(9.0 + number, False, False, *both) for number, both in enumerate(waits)]
-    assert counted == [False] * 4 + [True, True]
+    counted = [window.has(11.0, False, round_) for round_ in (False, False, True, False, False, True)]
+    assert counted == [False] * 3 + [True] * 3
 
 
 def test_a_backlog_that_never_shrinks_may_be_as_old_as_it_likes():
     window = Window(warm=10.0)
     full = [True, True, False, True, True, True, True, True, False]
-    counted = [window.has(1.0, one, False, 30, 50) for one in full]
-    assert counted == [False] * 8 + [True], "after five in a row"
+    assert [window.has(1.0, one, True) for one in full] == [False] * 8 + [True], "after five in a row"
+
+
+def test_a_step_tells_how_long_ago_its_batch_was_made(tmp_path):
+    _, steps = run(tmp_path, waiting=5, steady_after=3)
+    assert [e["lag"] is None for e in steps] == [True] * 5 + [False] * 4, "made before warm-up ended"
+    assert all(0 < e["lag"] < e["seconds"] for e in steps[5:])
 
 
 def test_a_run_that_only_uses_up_its_backlog_measures_nothing(tmp_path):

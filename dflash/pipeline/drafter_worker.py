@@ -117,10 +117,10 @@ def run_drafter(tools: Tools, work: Work) -> tuple[str, dict[str, Any]]:
         while len(told) > behind or (stop and told):
             ended, (grad_norm, *values) = told[0].figures.read()
             seen, one = StepSums.of(values), told.popleft()
-            if reporter:
-                figures |= reporter.step_ended(one.step, ended, seen, grad_norm, one.lr)
             if one.step == done + max(1, job.train.unmeasured):
                 window.warm = ended
+            if reporter:
+                figures |= reporter.step_ended(one.step, ended, window.warm, seen, grad_norm, one.lr)
             stop |= bool(seen.stop) and not last
         if stop or last:
             _leave(tools, seat)
@@ -167,15 +167,14 @@ def _gradient(
     device, total = work.ends.head.device, None
     for index in layout.used_by(work.seat.rank, step):
         channel = tools.channels[layout.maker(index), work.seat.worker]
-        full, empty = channel.full, not channel.stats().bytes
-        waiting = sum(c.stats().bytes for c in _channels(tools, work.seat))
+        full = channel.full
         with span("wait"):
             batch = channel.get(device)
         if reporter:
             reporter.batch_arrived(batch)
         shape_class = (str(device), tuple(batch.tokens.shape), job.drafter.anchors, job.drafter.block)
-        left = (job.train.steps - step + 1) * job.train.accumulate
-        measured = window.has(batch.made, full, empty, waiting / batch.bytes, left)
+        round_ = (job.train.steps - step) % layout.cycle == 0
+        measured = window.has(batch.made, full, round_)
         stop = tools.stopping()
 
         def body(batch: Batch = batch, measured: bool = measured, stop: bool = stop) -> Tensor:

@@ -9,6 +9,7 @@ step s, from 1, is trained on the batches from (s - 1) * R * accumulate to below
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -56,6 +57,11 @@ class Layout:
     @property
     def batches_a_step(self) -> int:
         return self.ranks * self.accumulate
+
+    @property
+    def cycle(self) -> int:
+        """Steps after which every target has made as many batches as the others."""
+        return self.targets // math.gcd(self.targets, self.batches_a_step)
 
     def made_by(self, target: int, done: int) -> Iterator[int]:
         """The batches that a target makes for the steps after `done`, in order and without end."""

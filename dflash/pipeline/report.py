@@ -42,10 +42,13 @@ class Reporter:
 
     def batch_arrived(self, batch: Batch) -> None:
         self.underway[-1].batches.append((batch.context_tokens, batch.seconds))
+        self.underway[-1].made = batch.made
 
-    def step_ended(self, step: int, ended: float, sums: StepSums, grad_norm: float, lr: float) -> dict[str, float]:
-        """Report a step that ended at `ended` (Unix seconds), perhaps a while ago; gives what a drafter trained so far
-        is known by: its steps, and means over the last ones.
+    def step_ended(
+        self, step: int, ended: float, warm: float, sums: StepSums, grad_norm: float, lr: float
+    ) -> dict[str, float]:
+        """Report a step that ended at `ended`, perhaps a while ago, warm-up at `warm` (Unix seconds, infinite if it has
+        not); gives what a drafter trained so far is known by: its steps, and means over the last ones.
         """
         layout, events = self.tools.layout, self.tools.events
         one = self.underway.popleft()
@@ -78,6 +81,7 @@ class Reporter:
             lr=lr,
             grad_norm=grad_norm,
             seconds=seconds,
+            lag=ended - one.made if one.made > warm else None,
             steady=sums.measured == layout.batches_a_step,
             queue_bytes=sum(channel.bytes for channel in waiting.values()),
             wait_s=wait_s,
@@ -90,11 +94,12 @@ class Reporter:
         return {"steps": step, **{name: fmean(one[name] for one in self.ends) for name in figures}}
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Step:
-    """One that has begun: when, and context tokens and seconds in the target of each of its batches."""
+    """One that has begun: when, when its last batch was made, and context tokens and seconds in the target of each."""
 
     began: float
+    made: float = 0.0
     batches: list[tuple[int, float]] = field(default_factory=list)
 
 

@@ -5,42 +5,39 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 
-# Largest share that a backlog may add to the tokens of a window.
-BACKLOG = 0.05
 # Batches in a row at which the target waited for room that show it the faster side: when warm-up ends it may wait with
 # one batch in its hands and have another made.
-ROWS = 4
+IN_A_ROW = 4
 
 
 @dataclass
 class Window:
-    """Opens once and for all, behind a batch that was made after warm-up and left no backlog that shrinks.
+    """Opens once and for all, behind the first batch that was made after warm-up; it closes with the last step.
 
-    What targets piled up while drafters compiled is used up first, at the drafters' pace whatever the targets' is, and
-    so is what targets make meanwhile. That is over when the drafter finds its channel empty, and it was none when the
-    target waits for room or as much waits as did when warm-up ended. The batch that shows it counts for the last time
-    as warm-up, for part of it was made before. Where both sides are nearly alike none of this happens for long: the
-    window then opens when what waits is too little to matter. Where the target waits batch after batch, the age of
-    what is used does not matter.
+    What targets piled up while drafters compiled is no speed of theirs: what waits when the window opens and no longer
+    when it closes was used faster than it was made. How much time that saved is seen at the window's ends: a step's
+    event tells its `lag`, from when its batch was made to its own end, and the window is taken to be longer by what the
+    lag shrank in it (sweeper.measure.caught_up). Then the figure is that of the slower side, however the run began.
+
+    Where the target waits for room batch after batch the age of what is used does not matter, and of a long queue much
+    would have to be used up before a batch is young.
     """
 
     warm: float = inf  # when warm-up ended, Unix seconds
+    _young: bool = False
     _open: bool = False
     _full: int = 0  # batches in a row
-    _waited: float | None = None  # batches that waited when warm-up ended
 
-    def has(self, made: float, full: bool, empty: bool, waiting: float, left: int) -> bool:
+    def has(self, made: float, full: bool, round_: bool) -> bool:
         """Whether a batch made at `made` (Unix seconds) counts.
 
-        Before it was taken, `full`: its target waited for room in its channel; `empty`: nothing was there; `waiting`:
-        batches in all channels of this drafter. `left`: batches that it has yet to take, this one included.
+        `full`: its target waited for room before it was taken. `round_`: from the end of its step to the last one every
+        target has its turn as often as the others (Layout.cycle). Targets that end at the same time deliver in bursts,
+        and a window that begins or ends within one is too short or too long.
         """
         counts = self._open
-        if self.warm == inf:
-            return False
-        if self._waited is None:
-            self._waited = waiting
-        self._full = self._full + 1 if full else 0
-        at_rest = full or empty or waiting >= self._waited or waiting <= BACKLOG * left
-        self._open |= (made > self.warm and at_rest) or self._full > ROWS
+        if self.warm < inf:
+            self._full = self._full + 1 if full else 0
+            self._young |= made > self.warm or self._full > IN_A_ROW
+            self._open |= self._young and round_
         return counts
