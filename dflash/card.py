@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+FACTS_FILE, CARD_FILE = "facts.json", "README.md"
 # What training may tell, and how the card calls it; in the card's order.
 TRAINING = {
     "data": "data",
@@ -64,6 +66,15 @@ def card(config: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
         "Whoever publishes this drafter states its own licence, with regard to the target's and the data's.",
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def read_facts(folder: Path) -> dict[str, Any]:
+    """What the training of a drafter left beside it; empty for a drafter made elsewhere."""
+    try:
+        facts = json.loads((folder / FACTS_FILE).read_text())
+    except (OSError, ValueError):
+        return {}
+    return facts if isinstance(facts, dict) else {}
 
 
 def _front(base: str | None) -> str:

@@ -14,14 +14,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dflash.attention import attend_dense, visible
-from dflash.card import card
+from dflash.card import CARD_FILE, FACTS_FILE, card
 from dflash.drafter import Drafter
 from dflash.geometry import CONFIG_FILE, WEIGHTS_FILE, Geometry, Released, to_config
 from dflash.settings import SettingError
 from dflash.target import Target
 from dflash.weights import copied
-
-FACTS_FILE, CARD_FILE = "facts.json", "README.md"
 
 
 def export_drafter(
@@ -61,15 +59,6 @@ def write(
         part = folder / f".{name}"
         part.write_text(text)
         os.replace(part, folder / name)
-
-
-def read_facts(folder: Path) -> dict[str, Any]:
-    """What the training of a drafter left beside it; empty for a drafter made elsewhere."""
-    try:
-        facts = json.loads((folder / FACTS_FILE).read_text())
-    except (OSError, ValueError):
-        return {}
-    return facts if isinstance(facts, dict) else {}
 
 
 def load_drafter(

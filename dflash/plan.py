@@ -27,12 +27,13 @@ from dflash.geometry import Geometry, starting_mask_token, starting_taps
 from dflash.pipeline import state
 from dflash.pipeline.layout import Layout
 from dflash.pipeline.step import FrozenEnds
+from dflash.resume import DRAFTER_FOLDER
 from dflash.settings import DISTILLING, JobSettings
 from dflash.strategies import Strategy
 from dflash.target import Target, load_tokenizer
 from dflash.weights import copied, draw
 
-DATA_FOLDER, DRAFTER_FOLDER = "data", "drafter"
+DATA_FOLDER = "data"
 HEAD_ROWS = 256  # of a head at a time in float64, where they stay in a cache: a whole one would be gigabytes
 
 

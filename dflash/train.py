@@ -6,12 +6,12 @@ one process a worker, which share no interpreter state; this one only starts and
 
 from __future__ import annotations
 
-import json
 import signal
 import threading
 from pathlib import Path
 from types import FrameType
 
+from dflash import resume
 from dflash.devices import Placement
 from dflash.events import EventWriter
 from dflash.pipeline.processes import run_in_processes
@@ -21,8 +21,6 @@ from dflash.plan import make_plan, settle_taps, whole_target
 from dflash.probe import Probe
 from dflash.settings import JobSettings
 from dflash.target import Target
-
-JOB_FILE = "job.json"  # in a run's folder: every setting of the job that it holds
 
 
 def train(job: JobSettings, placement: Placement, out: Path, events: EventWriter, probe: Probe) -> str:
@@ -45,7 +43,7 @@ def train(job: JobSettings, placement: Placement, out: Path, events: EventWriter
     events.emit("stage", stage="data")
     outline = Target.outline(job.target, placement.targets[0][0], whole_target(job))
     plan = make_plan(job, outline, out, events)  # what cannot work is told here, before any worker exists
-    (out / JOB_FILE).write_text(json.dumps(job.to_dict(), indent=2) + "\n")
+    resume.note(job, out)
     events.emit("stage", stage="load")
     run = run_in_threads if job.isolation == "threads" else run_in_processes
     return run(plan, placement, out, events, probe, stop)

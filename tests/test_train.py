@@ -303,10 +303,68 @@ def test_a_killed_job_goes_on_from_its_last_whole_checkpoint(job):
     assert len(list((one.out / "checkpoints").glob("step-*"))) == 2
 
 
-def test_a_checkpoint_of_another_job_is_refused_in_one_sentence(job):
-    code, errors = job("one", train__steps=6, train__save_every=3).run()
+def _held(folder: Path) -> dict[str, bytes]:
+    """Every file in a run's folder but the settings it is started with."""
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != "spec.json")
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+@pytest.mark.parametrize("save_every", [0, 2])
+def test_a_folder_of_a_run_takes_no_other_run(job, save_every):
+    """And the same command on a run that has ended leaves everything as it is."""
+    same = {"train__steps": 4, "train__save_every": save_every}
+    code, errors = job("one", **same).run()
     assert code == 0, errors
-    code, errors = job("one", train__steps=6, optim__lr=1e-2).run()
+    held = _held(job("one", **same).out)
+    assert {"job.json", "events.jsonl", "drafter/model.safetensors"} <= held.keys()
+    for changes, said in (
+        ({"optim__lr": 1e-2}, "optim.lr=0.01: the run in {out} has 0.003; name another --out to start anew"),
+        ({"drafter__block": 8, "compile": "locked"}, "drafter.block=8: the run in {out} has 4; name another --out"),
+        ({"split": "1t2d"}, 'split and train.accumulate="2 batches a step": the run in {out} has "1 batches a step"'),
+        ({"fanout": {"a": {}}}, "fanout=a: the run in {out} has none"),
+    ):
+        one = job("one", **same, **changes)
+        code, errors = one.run()
+        assert code == 2, errors
+        assert errors.startswith("dflash: " + said.format(out=one.out))
+        assert len(errors.splitlines()) == 1
+        assert _held(one.out) == held
+    for changes in ({}, {"train__steps": 3}, {"compile": "locked"}):
+        one = job("one", **same | changes)
+        code, errors = one.run()
+        assert code == 0
+        there = f"dflash: {one.out} holds this run, which ended after 4 steps"
+        assert errors == f"{there}; name another --out to repeat it\n"
+        assert _held(one.out) == held
+    longer = job("one", **same | {"train__steps": 6})
+    code, errors = longer.run()
+    if save_every:
+        assert code == 0, errors
+        assert longer.events("resume")[0]["step"] == 4
+        assert [e["step"] for e in longer.events("step")] == list(range(1, 7))
+    else:
+        assert code == 2
+        assert f"train.steps=6: the run in {longer.out} ended after 4 and left no checkpoint to go on from" in errors
+        assert _held(longer.out) == held
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_starts_anew(job):
+    one = job(train__steps=2000)
+    process = one.start()
+    one.wait_for("step", 2)
+    process.kill()
+    process.communicate(timeout=60)
+    code, errors = job(train__steps=4).run()
+    assert code == 0, errors
+    assert [e["step"] for e in one.events("step")][-4:] == [1, 2, 3, 4]
+
+
+def test_a_checkpoint_of_another_job_is_refused_in_one_sentence(job):
+    before, after = job("one", train__steps=6, train__save_every=3), job("two", train__steps=6, optim__lr=1e-2)
+    code, errors = before.run()
+    assert code == 0, errors
+    (before.out / "checkpoints").rename(after.out / "checkpoints")
+    code, errors = after.run()
     assert code == 2
     assert "dflash: optim.lr=0.01: must be 0.003, as in the checkpoint" in errors
 

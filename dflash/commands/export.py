@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dflash.card import read_facts
 from dflash.geometry import Released, read_config
 from dflash.settings import SettingError
 
@@ -73,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _drafter(folder: Path, setting: str) -> Source:
-    from dflash.export import read_facts, read_weights
+    from dflash.export import read_weights
 
     geometry = Released.read(folder, setting).geometry
     return read_config(folder, setting), read_weights(folder, geometry, setting), read_facts(folder)
