@@ -276,7 +276,7 @@ def test_the_command_prints_every_figure_with_its_conditions_and_writes_them(fol
         ({"--target": "nowhere"}, (), "dflash: target.model=nowhere: must be"),
         ({"--prompts": "nowhere.jsonl"}, (), "dflash: eval.prompts=nowhere.jsonl: must be"),
         ({}, ("--temperature", "-1"), "dflash: eval.temperature=-1.0: must be from 0"),
-        ({}, ("--json", "nowhere/out.json"), "dflash: --json=nowhere/out.json: must lie in an existing folder"),
+        ({}, ("--json", "nowhere/out.json"), "dflash: --json=nowhere/out.json: must be a file that can be written"),
     ],
 )
 def test_what_cannot_work_is_told_in_one_sentence(folders, capfd, changes, words, text):

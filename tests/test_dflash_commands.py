@@ -1,10 +1,13 @@
-"""The command lines of `python -m dflash`: where settings may stand, and whose usage a stray word gets."""
+"""The command lines of `python -m dflash`: where settings may stand, whose usage a stray word gets, what is no output."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from dflash.__main__ import COMMANDS, main
+
+TARGET = str(Path(__file__).parent / "target" / "qwen3-small")
 
 NEEDED = {
     "regenerate": ["--prompts", "p", "--out", "o"],
@@ -45,3 +48,39 @@ def test_settings_may_stand_before_and_after_an_option(
         assert main([command, "data.row_tokens=64", *NEEDED[command], word]) == 2
         assert capfd.readouterr().err.startswith(said)
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("command", ["train", "warm", "prepare", "regenerate", "eval"])
+def test_a_place_that_cannot_be_written_is_refused_before_any_work(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], command: str
+) -> None:
+    chats = tmp_path / "chats.jsonl"
+    said = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello you there"}]
+    chats.write_text(json.dumps({"messages": said}) + "\n")
+    words = {
+        "train": [f"data.path={chats}", f"target.model={TARGET}"],
+        "warm": [f"data.path={chats}", f"target.model={TARGET}"],
+        "prepare": ["--data", chats, "--target", TARGET],
+        "regenerate": ["--prompts", chats, "--target", TARGET],
+        "eval": ["--prompts", chats, "--target", TARGET, "--drafter", TARGET],
+    }[command]
+    option = "--json" if command == "eval" else "--out"
+    places = [Path("/proc/nope"), chats / "below"]
+    places.append(tmp_path if command in ("eval", "regenerate") else chats)
+    for place in places:
+        assert main([command, option, str(place), *map(str, words)]) == 2
+        told = capfd.readouterr().err
+        assert told.startswith(f"dflash: {option}={place}: ")
+        assert len(told.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == [chats]
+
+
+def test_eval_leaves_no_file_of_figures_when_it_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for figures in (tmp_path / "new.json", tmp_path / "old.json"):
+        if figures.name == "old.json":
+            figures.write_text("{}")
+        words = ["--drafter", "nowhere", "--target", TARGET, "--prompts", "nowhere", "--json", str(figures)]
+        assert main(["eval", *words]) == 2
+        assert capfd.readouterr().err.startswith("dflash: --drafter=nowhere: ")
+    assert [path.name for path in tmp_path.iterdir()] == ["old.json"]
+    assert figures.read_text() == "{}"

@@ -178,7 +178,7 @@ def test_a_bad_row_leaves_no_folder_behind(tokenizer, tmp_path):
 
 def test_a_folder_that_cannot_be_written_is_one_sentence(tokenizer, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(SettingError, match=r"out=.*cannot be written \(File exists\)"):
+    with pytest.raises(SettingError, match=r"--out=.*cannot be written \(File exists\)"):
         make(write(tmp_path / "c.jsonl"), tokenizer, tmp_path / "file" / "prepared")
 
 

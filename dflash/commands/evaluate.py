@@ -54,8 +54,8 @@ def run(arguments: argparse.Namespace) -> int:
     target = settings.Target(model=arguments.target, models_dir=arguments.models_dir, dtype=arguments.dtype)
     target.check()
     models.check(target.model, target.models_dir)
-    if arguments.json and not arguments.json.parent.is_dir():
-        raise SettingError("--json", arguments.json, "must lie in an existing folder")
+    if arguments.json:
+        _check_writable(arguments.json)
     # Here and not above: a wrong setting is told without waiting for torch.
     import torch
 
@@ -76,8 +76,23 @@ def run(arguments: argparse.Namespace) -> int:
     print(table(found))
     if arguments.json:
         facts = {"drafter": str(arguments.drafter), "target": arguments.target, "sets": [a.to_dict() for a in found]}
-        arguments.json.write_text(json.dumps(facts, indent=1) + "\n")
+        try:
+            arguments.json.write_text(json.dumps(facts, indent=1) + "\n")
+        except OSError as error:
+            raise SettingError("--json", arguments.json, f"could not be written ({error.strerror})") from None
     return 0
+
+
+def _check_writable(path: Path) -> None:
+    """Raise SettingError unless the file can be written; the figures are known only when all the work is done."""
+    there = path.exists()
+    try:
+        path.open("a").close()
+    except OSError as error:
+        why = f"must be a file that can be written, in an existing folder ({error.strerror})"
+        raise SettingError("--json", path, why) from None
+    if not there:
+        path.unlink()
 
 
 def _device(name: str) -> torch.device:

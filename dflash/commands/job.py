@@ -37,8 +37,11 @@ def read(arguments: argparse.Namespace) -> JobSettings:
 
 def carry_out(job: JobSettings, out: Path, work: Work, quiet: bool = True) -> str:
     """Do `work`, reported in OUT/events.jsonl; gives the status of its `end` event. Raises SettingError."""
-    out.mkdir(parents=True, exist_ok=True)
-    events = EventWriter(out / EVENTS_FILE)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        events = EventWriter(out / EVENTS_FILE)
+    except OSError as error:
+        raise SettingError("--out", out, f"must be a folder that can be written ({error.strerror})") from None
     # Here and not above: a wrong setting is told without waiting for torch.
     import torch
 

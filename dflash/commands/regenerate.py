@@ -95,7 +95,7 @@ def _check(arguments: argparse.Namespace) -> None:
     if arguments.server and arguments.fit:
         raise SettingError("fit", arguments.fit, "needs --target, whose tokenizer counts; use data.too_long later")
     if not arguments.out.parent.is_dir():
-        raise SettingError("out", arguments.out, "must be a file in an existing folder")
+        raise SettingError("--out", arguments.out, "must be a file in an existing folder")
     if not arguments.prompts.is_file():
         raise SettingError("prompts", arguments.prompts, "must be an existing file")
 

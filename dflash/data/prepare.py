@@ -59,12 +59,12 @@ def prepare(
         if meta:
             return meta
         if not (replace and store.is_prepared(out)):
-            raise SettingError("out", out, "exists and was not prepared from this data, tokenizer and settings")
+            raise SettingError("--out", out, "exists and was not prepared from this data, tokenizer and settings")
     try:
         with store.making(out) as part:
             return _write(reader, tokenizer, data.reasoning, part, source, embedding_rows, progress)
     except OSError as error:
-        raise SettingError("out", out, f"cannot be written ({error.strerror})") from None
+        raise SettingError("--out", out, f"cannot be written ({error.strerror})") from None
 
 
 def _reusable(folder: Path, source: store.Source) -> store.Meta | None:

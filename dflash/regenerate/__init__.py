@@ -67,13 +67,16 @@ def _opened(out: Path, settings: dict[str, Any]) -> IO[bytes]:
     try:
         file = open(out, "ab+")  # noqa: SIM115 (the caller closes it)
     except OSError as error:
-        raise SettingError("out", out, f"must be a file that can be written ({error.strerror})") from None
+        raise SettingError("--out", out, f"must be a file that can be written ({error.strerror})") from None
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         _settle(out, file, settings)
     except BlockingIOError:
         file.close()
-        raise SettingError("out", out, "is being written by another process") from None
+        raise SettingError("--out", out, "is being written by another process") from None
+    except OSError as error:
+        file.close()
+        raise SettingError("--out", out, f"must stand in a folder that can be written ({error.strerror})") from None
     except BaseException:
         file.close()
         raise
@@ -93,11 +96,11 @@ def _settle(out: Path, file: IO[bytes], settings: dict[str, Any]) -> None:
         differing = [name for name in settings | begun if begun.get(name) != settings.get(name)]
     except (OSError, ValueError, TypeError, AttributeError):
         raise SettingError(
-            "out", out, f"exists and was not written by this command (no {meta.name}); name another file"
+            "--out", out, f"exists and was not written by this command (no {meta.name}); name another file"
         ) from None
     for name in differing:
         then, now = begun.get(name), settings.get(name)
-        raise SettingError("out", out, f"was begun with {name}={then}, not {now}; name another file")
+        raise SettingError("--out", out, f"was begun with {name}={then}, not {now}; name another file")
 
 
 def _last_line_done(file: IO[bytes], out: Path) -> int:
@@ -110,7 +113,7 @@ def _last_line_done(file: IO[bytes], out: Path) -> int:
     except (ValueError, KeyError, TypeError):
         last = -1
     if last < 0 or not data.startswith(_ROW_START[: len(data)]):
-        raise SettingError("out", out, "exists and was not written by this command; name another file")
+        raise SettingError("--out", out, "exists and was not written by this command; name another file")
     file.truncate(len(whole))
     return last
 
