@@ -1,4 +1,4 @@
-"""The command lines of `python -m dflash`: where settings may stand, whose usage a stray word gets, what is no output."""
+"""The command lines of `python -m dflash`: where settings may stand, whose usage a stray word gets, where to write."""
 
 import json
 from pathlib import Path

@@ -291,11 +291,11 @@ def test_a_wrong_export_is_told_in_one_sentence(tmp_path, monkeypatch, capfd, wo
     assert told.count("\n") == 1
 
 
-def test_a_folder_that_cannot_be_written_is_told_in_one_sentence(tmp_path, capsys):
+def test_a_folder_that_cannot_be_written_is_told_in_one_sentence(tmp_path, capfd):
     write(tmp_path / "a")
     (tmp_path / "file").touch()
     for place in ("/proc/nope", tmp_path / "file", tmp_path / "file" / "below", tmp_path):
         assert export("--from", tmp_path / "a", "--to", place) == 2
-        told = capsys.readouterr().err
+        told = capfd.readouterr().err
         assert told.startswith(f"dflash: --to={place}: must be a")
         assert len(told.splitlines()) == 1
