@@ -17,6 +17,8 @@ from dflash.settings import SettingError
 # What a pattern may name, and what a step event calls it. tok_s becomes tokens, by the time since the line before.
 GROUPS = ("step", "steps", "tokens", "tok_s", "seconds", "loss", "lr", "grad_norm")
 LONGEST_LINE = 4096  # characters of a line that are looked at, from its end
+UNMATCHED = "workload.pattern_unmatched"  # code of the warning, and cause of the verdict
+_QUOTED = 200  # characters of the last line that are quoted
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _NUMBER = re.compile(r"([-+]?(?:\d[\d,_]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?) ?(k|K|M|G|us|ms|s|)")
 _SCALE = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "s": 1.0, "ms": 1e-3, "us": 1e-6}
@@ -61,6 +63,7 @@ class Printed:
         self._pattern, self._tokens, self._warmup_lines, self._emit = re.compile(pattern), tokens, warmup_lines, emit
         self._rest = b""
         self._lines = 0
+        self._last = ""  # the last line printed that is not empty
         self._told = self._number = 0  # the step as the command last called it, and as it is reported
         self._before: float | None = None
 
@@ -72,12 +75,24 @@ class Printed:
             self._line(line[-LONGEST_LINE:])
 
     def close(self) -> None:
-        """The output is over; its last line may lack an end."""
+        """The output is over; its last line may lack an end. Warns if no line fitted."""
         self._line(self._rest)
         self._rest = b""
+        if told := self.unmatched():
+            self._emit("warning", code=UNMATCHED, message=told)
+
+    def unmatched(self) -> str:
+        """That no line has fitted so far, with the pattern and the last line; empty once one has."""
+        if self._lines:
+            return ""
+        last = f"the last one printed is {self._last!r}" if self._last else "none was printed"
+        return f"no line matched workload.pattern={self._pattern.pattern!r}; {last}"
 
     def _line(self, line: bytes) -> None:
-        match = self._pattern.search(_ANSI.sub("", line.decode("utf-8", "replace")))
+        text = _ANSI.sub("", line.decode("utf-8", "replace"))
+        if stripped := text.strip():
+            self._last = stripped[-_QUOTED:]
+        match = self._pattern.search(text)
         if not match:
             return
         found = {name: value for name, text in match.groupdict().items() if (value := number(text)) is not None}

@@ -299,6 +299,8 @@ class _Watch:
         self.outcome.ended_by = "hung"
         self.outcome.hung_stage = self.stage
         self.outcome.reason = f"no progress for {self.budget[self.stage]:g} s in stage {self.stage}"
+        if self.printed and (unmatched := self.printed.unmatched()):
+            self.outcome.reason += f"; {unmatched}"
         before = (self.run_dir / LOG_FILE).stat().st_size
         stacks = _dump_stacks(self.child)
         # faulthandler, switched on in the child's environment, answers SIGABRT with every thread's stack.

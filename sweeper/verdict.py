@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from sweeper.measure import finite, steps, totals
+from sweeper.progress import UNMATCHED
 from sweeper.signatures import Match, classify, fingerprint, root_of, rule, stack_fingerprint, version
 from sweeper.signatures.prints import TRACEBACK, ends_in_message, last_traceback, plain
 from sweeper.signatures.stacks import deadlock, endless_compile
@@ -131,7 +132,7 @@ def _ended_well(run: Evidence, failure: Signature | None) -> Verdict:
     if _said(run) is None and _died_in_passing(run.log_tail):
         signature = _from_log(run, "a traceback")
         return Verdict("failed", signature, f"exit status 0, yet it ended in a traceback: {signature.evidence}")
-    doubts = [doubt for check in (_dense, _recompiled, _nonfinite, _missed) if (doubt := check(run))]
+    doubts = [doubt for check in (_dense, _recompiled, _nonfinite, _unmatched, _missed) if (doubt := check(run))]
     if not doubts:
         return Verdict("ok", None, "; ".join(filter(None, (run.reason, _unproved(run)))))
     cause, _ = doubts[0]
@@ -186,6 +187,12 @@ def _nonfinite(run: Evidence) -> tuple[str, str] | None:
     names = sorted({"loss", "grad_norm"} & set(first.nonfinite))
     where = f"in {len(bad)} steps, first in step {first.step}" + (f" of {first.variant}" if first.variant else "")
     return "numerics.nan", f"{' and '.join(names)} not finite {where}"
+
+
+def _unmatched(run: Evidence) -> tuple[str, str] | None:
+    """A pattern was to tell the steps, and no line that was printed fits it."""
+    warned = [e for e in run.events if e.get("event") == "warning" and e.get("code") == UNMATCHED]
+    return (UNMATCHED, str(warned[-1].get("message"))) if warned else None
 
 
 def _missed(run: Evidence) -> tuple[str, str] | None:

@@ -78,6 +78,23 @@ def test_a_command_read_by_its_output_gets_steps_speed_and_the_right_verdict(tmp
     assert "ended in a traceback" in found["swallowed"]["reason"]
 
 
+def test_a_pattern_that_fits_no_line_is_told_with_the_last_line(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    words = [*command("{args.way}"), "args.way=lines,stuck", 'workload.pattern="epoch (?P<step>\\d+)"']
+    done = sweeper(store, "-m", *words, "budget.warmup=1.5", "grace=0.5")
+    assert done.returncode == 0, done.stderr
+    found = {verdict["verdict"]: verdict for verdict in runs(store).values()}
+    assert set(found) == {"degraded", "hung"}
+    assert found["degraded"]["signature"]["cause"] == "workload.pattern_unmatched"
+    for verdict, last in (("degraded", "step 8/8"), ("hung", "step 3/3")):
+        reason = found[verdict]["reason"]
+        assert "no line matched workload.pattern='epoch (?P<step>" in reason
+        assert f"the last one printed is '{last}: loss" in reason
+    assert found["hung"]["reason"].startswith("no progress for 1.5 s in stage warmup; no line matched")
+    assert "warning workload.pattern_unmatched: no line matched" in done.stderr
+    assert "no line matched workload.pattern=" in done.stdout
+
+
 def test_without_a_pattern_output_is_the_sign_of_life(tmp_path: Path) -> None:
     assert sweeper(tmp_path / "store", *command("lines"), "budget.start=0.9").returncode == 0
     told = only(tmp_path / "store")

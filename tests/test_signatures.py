@@ -35,7 +35,8 @@ memory.shm_exhausted nccl.system_error nccl.timeout numerics.mismatch numerics.n
 process.sigkill scheduler.cancelled scheduler.job_lost scheduler.node_failed scheduler.preempted scheduler.refused
 scheduler.time_limit tracking.store_locked tracking.unreachable
 triton.out_of_shared_memory unknown compile.module_call_race compile.recompiled sweep.interrupted
-sweep.harness_died sweep.code_changed workload.bad_setting compile.no_end env.wheel_unavailable"""
+sweep.harness_died sweep.code_changed workload.bad_setting
+workload.pattern_unmatched compile.no_end env.wheel_unavailable"""
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["id"])
