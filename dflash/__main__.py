@@ -6,6 +6,7 @@ import argparse
 import faulthandler
 import importlib
 import os
+import select
 import sys
 
 from dflash.settings import SettingError
@@ -52,9 +53,25 @@ def main(argv: list[str] | None = None) -> int:
         return 2
 
 
+def _status() -> int:
+    """The command's exit status; one whose output nobody reads any more (`| head`) ends quietly."""
+    code = 141  # as a shell tells a command that SIGPIPE ended
+    try:
+        try:
+            code = main()
+        except SystemExit as end:  # argparse, which has said why
+            code = int(end.code or 0)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        output = select.poll()
+        output.register(sys.stdout, 0)
+        if not output.poll(0):  # an error is told unasked; none: another pipe broke, such as a worker's
+            raise
+    return code
+
+
 if __name__ == "__main__":
-    code = main()
-    sys.stdout.flush()
+    code = _status()
     sys.stderr.flush()
     # Not sys.exit: a worker thread that hangs after a failure must not keep the process.
     os._exit(code)

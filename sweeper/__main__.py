@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from dflash.settings import SettingError
 from sweeper import help
+from sweeper.words import leave
 
 if TYPE_CHECKING:
     from sweeper.composed import Composed
@@ -28,7 +29,7 @@ BAD_INPUT, INTERRUPTED = 2, 130
 
 def main() -> None:
     """Entry point of the console script; ends the process with the status above."""
-    sys.exit(command(sys.argv[1:]))
+    leave(lambda: command(sys.argv[1:]))
 
 
 def command(arguments: list[str]) -> int:

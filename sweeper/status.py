@@ -21,7 +21,7 @@ from dflash.events import EVENTS_FILE, EventReader
 from sweeper import store, supervisor
 from sweeper.display import Watch, duration
 from sweeper.store import Attempt
-from sweeper.words import with_store
+from sweeper.words import leave, with_store
 
 NOT_OVER, NO_SUCH = 3, 2
 
@@ -129,4 +129,4 @@ def _job(one: Attempt) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main)

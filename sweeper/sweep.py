@@ -20,7 +20,7 @@ from types import FrameType
 from typing import Any
 
 from dflash.settings import SettingError
-from sweeper import help, here, leases, run, spec, store, supervisor, wheels
+from sweeper import help, here, leases, run, spec, store, supervisor, wheels, words
 from sweeper.composed import Composed
 from sweeper.here import Numbered
 from sweeper.plan import Plan, Planned, command_line, describe, make_plan, record, title
@@ -216,8 +216,8 @@ def conclude(runs: Iterable[spec.Run], session: run.Session, why: str = "") -> d
     said = sentences(analysis, why)
     session.display.close()
     shown = table.render(rows, WIDTH)
-    print(table.render(rows, shutil.get_terminal_size().columns) if sys.stdout.isatty() else shown)
-    print(said, end="")
+    words.say((table.render(rows, shutil.get_terminal_size().columns) if sys.stdout.isatty() else shown) + "\n")
+    words.say(said)
     folder = session.folder / "sweeps" / session.sweep
     found = json.loads(json.dumps(analysis | {"stopped": why}, default=str))
     # Drawing a page takes seconds; where all was done before, and nothing is told otherwise, it is there.

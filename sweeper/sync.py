@@ -15,7 +15,7 @@ from dflash.settings import SettingError
 from sweeper.tracking import place as places
 from sweeper.tracking import redacted, sweeps
 from sweeper.tracking.place import Place
-from sweeper.words import with_store
+from sweeper.words import leave, with_store
 
 BAD_INPUT, NOT_DONE = 2, 1
 
@@ -96,4 +96,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main)

@@ -12,6 +12,7 @@ from sweeper.analysis.conclude import conclude
 from sweeper.analysis.records import of_store, of_sweep
 from sweeper.analysis.sentences import sentences
 from sweeper.store import read_json
+from sweeper.words import leave
 
 BAD_INPUT = 2
 
@@ -40,4 +41,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main)

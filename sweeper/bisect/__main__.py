@@ -34,6 +34,7 @@ from sweeper.__main__ import BAD_INPUT, compose
 from sweeper.bisect import search
 from sweeper.bisect.question import Question, Result, parse
 from sweeper.bisect.search import Answer
+from sweeper.words import leave, say
 
 if TYPE_CHECKING:
     from sweeper import spec, sweep
@@ -43,18 +44,18 @@ if TYPE_CHECKING:
 NO_ANSWER = 3
 
 
-def main() -> None:
-    """Entry point; ends the process with the status above."""
+def main() -> int:
+    """Entry point; returns the status above."""
     words = sys.argv[1:]
     if not words or {"-h", "--help"} & set(words):
         print(__doc__)
-        sys.exit(0)
+        return 0
     try:
         question, rest = parse(words)
     except SettingError as error:
         print(f"sweeper.bisect: {error}", file=sys.stderr)
-        sys.exit(BAD_INPUT)
-    sys.exit(compose(["-m", *rest, f"{question.factor}={question.levels}"], lambda configs: bisect(configs, question)))
+        return BAD_INPUT
+    return compose(["-m", *rest, f"{question.factor}={question.levels}"], lambda configs: bisect(configs, question))
 
 
 def bisect(configs: Sequence[Composed], question: Question) -> sweep.Result:
@@ -100,7 +101,7 @@ def bisect(configs: Sequence[Composed], question: Question) -> sweep.Result:
         except OSError as error:
             session.display.note(f"the conclusion could not be kept ({error})")
         session.tracking.close_sweep(session.sweep)
-    print(text)
+    say(f"{text}\n")
     if status == sweep.OK and not (isinstance(following, Answer) and following.kind == "found"):
         status = NO_ANSWER
     return sweep.Result(status, [[one.why for one in several] for several in results])
@@ -267,4 +268,4 @@ def _percent(share: float) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    leave(main)

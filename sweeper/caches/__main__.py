@@ -22,7 +22,7 @@ from typing import Any
 from dflash.settings import SettingError
 from sweeper.caches import snapshots
 from sweeper.caches.snapshots import Snapshot
-from sweeper.words import with_store
+from sweeper.words import leave, with_store
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 _BYTES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -138,4 +138,4 @@ def _when(seconds: float) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main)

@@ -10,7 +10,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from sweeper.words import with_store
+from sweeper.words import leave, with_store
 
 BAD_INPUT = 2
 
@@ -82,4 +82,4 @@ def _folder(sweep: str | None, store: Path) -> Path | str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main)

@@ -18,6 +18,7 @@ from dflash.events import EVENTS_FILE, EventReader
 from sweeper.measure import Evaluation, Step, evaluations, finite, steps
 from sweeper.report.table import label
 from sweeper.store import read_json
+from sweeper.words import leave
 
 CURVES = (("loss", "loss (nats a supervised slot)"), ("accept", "teacher-forced acceptance length (tokens)"))
 WINDOW = 8  # steps whose mean is the strong line; the faint one is every step
@@ -140,4 +141,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main)

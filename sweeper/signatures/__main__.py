@@ -15,6 +15,7 @@ from sweeper.signatures import classify, fingerprint, rule, rules, version
 from sweeper.signatures.document import document
 from sweeper.signatures.prints import last_traceback, plain
 from sweeper.signatures.text import joined, read
+from sweeper.words import leave
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -64,4 +65,4 @@ def explained(text: str) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main)

@@ -25,6 +25,7 @@ from filelock import FileLock, Timeout
 from dflash.settings import SettingError
 from sweeper import help, wheels
 from sweeper.wheels.build import BuildFailure, build
+from sweeper.words import leave
 
 BAD_INPUT, FAILED, INTERRUPTED = 2, 3, 130
 _UNITS = {"d": 86400.0, "h": 3600.0, "m": 60.0}
@@ -211,4 +212,4 @@ def _seconds(text: str) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main)
