@@ -27,7 +27,7 @@ from dflash.geometry import Geometry, starting_mask_token, starting_taps
 from dflash.pipeline import state
 from dflash.pipeline.layout import Layout
 from dflash.pipeline.step import FrozenEnds
-from dflash.resume import DRAFTER_FOLDER
+from dflash.resume import DRAFTER_FOLDER, PATHS, lasting
 from dflash.settings import DISTILLING, JobSettings
 from dflash.strategies import Strategy
 from dflash.target import Target, load_tokenizer
@@ -117,19 +117,21 @@ def make_plan(job: JobSettings, target: Target, out: Path, events: EventWriter) 
     events.emit("data", **data.summary)
     if job.target.made_up:
         events.emit("warning", code="target.made_up", message=made_up.SAID)
-    shared = _shared_identity(job, data, target)
+    known = models.identity(job.target.model, job.target.models_dir, weights=not job.target.made_up)
+    wishes = lasting(job)
     variants = {}
     for name, variant in job.variants().items():
         checkpoints = out / CHECKPOINTS / name
+        settled = dataclasses.asdict(geometries[name]) | {"mask_token": mask_tokens[name]}
         identity = {
-            **shared,
-            "drafter": dataclasses.asdict(geometries[name]) | {"mask_token": mask_tokens[name]},
-            "drafter.anchors": variant.drafter.anchors,
-            **{f"loss.{k}": v for k, v in dataclasses.asdict(variant.loss).items() if k != "chunk"},
-            **{f"optim.{k}": v for k, v in dataclasses.asdict(variant.optim).items()},
+            "target.model": f"made up of {known}" if job.target.made_up else known,
+            **{key: value for key, value in wishes[name].items() if key not in PATHS},
+            "target.taps": target.taps,
+            **{f"drafter.{key}": value for key, value in settled.items()},
+            "data.path": _content(data),
         }
         identity = json.loads(json.dumps(identity))  # as it is read from a checkpoint
-        begun, damaged = state.find(checkpoints, identity)
+        begun, damaged = state.find(checkpoints, identity, name)
         for sentence in damaged:
             events.emit("warning", code="checkpoint.damaged", message=sentence)
         folder = out / DRAFTER_FOLDER / name
@@ -177,19 +179,8 @@ def _spread(head: Tensor) -> float:
     return math.sqrt(float(squares) / len(head))
 
 
-def _shared_identity(job: JobSettings, data: Dataset, target: Target) -> dict[str, Any]:
-    """What a run computes from, less the drafters. How long it trains may change, and where: not what it meets."""
+def _content(data: Dataset) -> str:
+    """A name for what the prepared data holds, equal wherever it lies."""
     files = store.read_meta(data.rows.folder).files
-    known = models.identity(job.target.model, job.target.models_dir, weights=not job.target.made_up)
     content = hashlib.sha256(repr(sorted((name, facts["sha256"]) for name, facts in files.items())).encode())
-    return {
-        "data.path": f"sha256:{content.hexdigest()[:16]}",
-        "data.row_tokens": job.data.row_tokens,
-        "data.too_long": job.data.too_long,
-        "target.model": f"made up of {known}" if job.target.made_up else known,
-        "target.taps": list(target.taps),
-        "train.rows": job.train.rows,
-        "train.precision": job.train.precision,
-        "split and train.accumulate": f"{Layout.of(job).batches_a_step} batches a step",
-        "seed": job.seed,
-    }
+    return f"content sha256:{content.hexdigest()[:16]}"

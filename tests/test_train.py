@@ -359,14 +359,32 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_starts_anew(job):
     assert [e["step"] for e in one.events("step")][-4:] == [1, 2, 3, 4]
 
 
-def test_a_checkpoint_of_another_job_is_refused_in_one_sentence(job):
-    before, after = job("one", train__steps=6, train__save_every=3), job("two", train__steps=6, optim__lr=1e-2)
+def test_a_checkpoint_of_another_job_is_refused_by_the_setting_that_differs(job, chats, tmp_path):
+    before = job("one", train__steps=4, train__save_every=2)
     code, errors = before.run()
     assert code == 0, errors
-    (before.out / "checkpoints").rename(after.out / "checkpoints")
-    code, errors = after.run()
-    assert code == 2
-    assert "dflash: optim.lr=0.01: must be 0.003, as in the checkpoint" in errors
+    less = tmp_path / "less.jsonl"
+    less.write_text("".join(chats.read_text().splitlines(keepends=True)[:-1]))
+    moved = shutil.copy(chats, tmp_path / "moved.jsonl")
+    for number, (changes, said) in enumerate(
+        [
+            ({"drafter__block": 8}, "drafter.block=8: the checkpoint in {saved} has 4; name another --out"),
+            ({"drafter__heads": 2}, "drafter.heads=2: the checkpoint in {saved} has 4; name another --out"),
+            ({"optim__lr": 1e-2}, "optim.lr=0.01: the checkpoint in {saved} has 0.003; name another --out"),
+            ({"data__reasoning": "drop"}, 'data.reasoning="drop": the checkpoint in {saved} has "keep"; name another'),
+            ({"data__path": str(less)}, 'data.path="content sha256:'),
+            ({"data__path": str(moved), "train__steps": 6, "target__gpus": 1}, ""),
+        ]
+    ):
+        after = job(f"other{number}", **{"train__steps": 4} | changes)
+        shutil.copytree(before.out / "checkpoints", after.out / "checkpoints")
+        code, errors = after.run()
+        assert code == (2 if said else 0), errors
+        told = [line for line in errors.splitlines() if line.startswith("dflash: ")]
+        assert len(told) == bool(said)
+        sentence = "dflash: " + said.format(saved=after.out / "checkpoints" / "step-00000004")
+        assert all(line.startswith(sentence) for line in told), told
+    assert [e["step"] for e in after.events("step")] == [5, 6]
 
 
 def test_a_checkpoint_that_cannot_be_written_costs_the_checkpoint_not_the_run(job):

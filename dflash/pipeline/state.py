@@ -15,7 +15,7 @@ from dflash import checkpoint
 from dflash.checkpoint import Checkpoint
 from dflash.drafter import Drafter
 from dflash.optim import Master
-from dflash.settings import SettingError
+from dflash.resume import refuse_other
 
 WEIGHTS, OPTIMISER = "drafter", "optimiser"
 
@@ -41,22 +41,14 @@ def save(
     return checkpoint.save(folder, step, {WEIGHTS: weights, OPTIMISER: state}, facts | {"identity": identity}, keep)
 
 
-def find(folder: Path, identity: dict[str, Any]) -> tuple[Checkpoint | None, list[str]]:
-    """The newest whole checkpoint, None without one, and a sentence about each that is damaged.
+def find(folder: Path, identity: dict[str, Any], variant: str) -> tuple[Checkpoint | None, list[str]]:
+    """The newest whole checkpoint of a variant, None without one, and a sentence about each that is damaged.
 
     Raises SettingError when it belongs to another job: a resumed run would be neither the one nor the other.
     """
     found, damaged = checkpoint.latest(folder)
-    if found is None:
-        return None, damaged
-    before = found.facts["identity"]
-    for key in sorted(identity.keys() | before.keys()):
-        if identity.get(key) != before.get(key):
-            raise SettingError(
-                key,
-                identity.get(key),
-                f"must be {before.get(key)}, as in the checkpoint {found.folder}; name another --out to start anew",
-            )
+    if found:
+        refuse_other(identity, found.facts["identity"], f"the checkpoint in {found.folder}", variant)
     return found, damaged
 
 
