@@ -122,7 +122,7 @@ def test_what_is_no_prepared_folder_is_never_replaced(tokenizer, tmp_path):
     mine.mkdir()
     (mine / "thesis.txt").write_text("years of work")
     for replace in (False, True):
-        with pytest.raises(SettingError, match="exists and was not prepared from this data"):
+        with pytest.raises(SettingError, match="exists and was not made by `dflash prepare`"):
             make(write(tmp_path / "c.jsonl"), tokenizer, mine, replace=replace)
     assert (mine / "thesis.txt").read_text() == "years of work"
 
@@ -141,6 +141,22 @@ def test_a_folder_that_fits_something_else_is_one_sentence(tokenizer, tmp_path):
             call()
         assert "\n" not in str(caught.value)
     assert load(out, tokenizer, format="messages").summary["documents"] == 12
+
+
+def test_a_folder_prepared_otherwise_is_kept_and_says_how_it_was(tokenizer, tmp_path):
+    out, file = tmp_path / "prepared", write(tmp_path / "c.jsonl")
+    made = make(file, tokenizer, out)
+    other = write(tmp_path / "other.jsonl", turns=9)
+    for call, said in [
+        (lambda: make(file, tokenizer, out, reasoning="drop"), "was prepared with data.reasoning=keep, not drop;"),
+        (lambda: make(file, tokenizer, out, bad_rows="skip"), "was prepared with data.bad_rows=error, not skip;"),
+        (lambda: make(file, small_tokenizer(CHATML), out), "was prepared with another tokenizer or chat template"),
+        (lambda: make(other, tokenizer, out), "was prepared from c.jsonl with other content than other.jsonl;"),
+    ]:
+        with pytest.raises(SettingError) as caught:
+            call()
+        assert str(caught.value).startswith(f"--out={out}: {said}")
+    assert make(file, tokenizer, out) == made
 
 
 def test_a_damaged_folder_is_one_sentence_whatever_is_damaged(tokenizer, tmp_path):
@@ -251,7 +267,7 @@ def test_a_folder_is_made_even_if_its_documents_do_not_fit_the_rows_asked_about(
         ({"--data": "none.jsonl"}, [], "data.path=none.jsonl: must be a readable data file"),
         ({"--data": "."}, [], "must be a file, this is a folder"),
         ({"--target": "."}, [], "the folder must hold a config.json"),
-        ({"--out": "."}, [], "exists and was not prepared from this data"),
+        ({"--out": "."}, [], "exists and was not made by `dflash prepare`"),
         ({}, ["train.steps=3"], "train.steps=3: must be a setting of the data"),
         ({}, ["data.path=x"], "data.path=x: is given as --data"),
         ({}, ["data.format=xml"], "data.format=xml: must be one of auto"),

@@ -55,11 +55,11 @@ def prepare(
     except OSError as error:
         raise SettingError("data.path", data.path, f"must be a readable data file ({error.strerror})") from None
     if out.exists():
-        meta = _reusable(out, source)
+        meta, why = _reusable(out, source)
         if meta:
             return meta
         if not (replace and store.is_prepared(out)):
-            raise SettingError("--out", out, "exists and was not prepared from this data, tokenizer and settings")
+            raise SettingError("--out", out, f"{why}; name another folder")
     try:
         with store.making(out) as part:
             return _write(reader, tokenizer, data.reasoning, part, source, embedding_rows, progress)
@@ -67,12 +67,16 @@ def prepare(
         raise SettingError("--out", out, f"cannot be written ({error.strerror})") from None
 
 
-def _reusable(folder: Path, source: store.Source) -> store.Meta | None:
+def _reusable(folder: Path, source: store.Source) -> tuple[store.Meta | None, str]:
+    """What is known of a folder that holds all that the source would give; or else why it does not."""
     try:
         meta = store.read_meta(folder)
     except SettingError:
-        return None
-    return meta if meta.source.same_as(source) and not store.fault(folder, meta) else None
+        return None, "exists and was not made by `dflash prepare`, or not finished"
+    if difference := meta.source.difference(source):
+        return None, f"was prepared {difference}"
+    fault = store.fault(folder, meta)
+    return (None, f"is damaged: {fault}") if fault else (meta, "")
 
 
 def _write(

@@ -45,8 +45,14 @@ class Source:
     tokenizer: str  # dflash.data.tokens.fingerprint
     settings: dict[str, str]  # data.format, data.reasoning, data.bad_rows as they were asked for
 
-    def same_as(self, other: Source) -> bool:
-        return dataclasses.replace(self, name="") == dataclasses.replace(other, name="")
+    def difference(self, wanted: Source) -> str:
+        """In what this differs from what is wanted, as the end of a sentence; empty if it does not."""
+        for name, value in wanted.settings.items():
+            if (mine := self.settings.get(name)) != value:
+                return f"with data.{name}={mine}, not {value}"
+        if self.tokenizer != wanted.tokenizer:
+            return "with another tokenizer or chat template than the target's"
+        return "" if self.sha256 == wanted.sha256 else f"from {self.name} with other content than {wanted.name}"
 
 
 @dataclass(frozen=True)
