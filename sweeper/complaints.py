@@ -18,18 +18,30 @@ _TYPES = {
     "not a valid bool": "must be true or false",
     "Incompatible value 'None'": "must not be null",
 }
+_KINDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "text",
+    "dict": "a section with settings",
+    "list": "a list",
+}
 
 
 def sentence(error: BaseException, arguments: list[str]) -> str:
     """One line of text for an error that the person at the keyboard can cure."""
     if isinstance(error, SettingError):
-        return _flat(str(error))
+        kinds = re.fullmatch(r"must be of type (.+)", error.allowed)
+        said = f"must be {' or '.join(_KINDS.get(k, k) for k in kinds[1].split(' or '))}" if kinds else error.allowed
+        return _flat(f"{error.setting}={error.value}: {said}")
     missing = _cause(error, MissingConfigException)
     if isinstance(missing, MissingConfigException):
         return _wrong_level(missing, arguments)
     parse = _cause(error, OverrideParseException)
     if isinstance(parse, OverrideParseException):
-        return f"{parse.override}: no readable key=value ({_first(parse)}); special signs need quotes"
+        return (
+            f"{parse.override.removeprefix('++')}: no readable key=value ({_first(parse)}); special signs need quotes"
+        )
     mandatory = _cause(error, MissingMandatoryValue)
     if mandatory is not None:
         key = getattr(mandatory, "full_key", None) or _first(mandatory)
@@ -38,6 +50,9 @@ def sentence(error: BaseException, arguments: list[str]) -> str:
     if lost and any(word.partition("=")[0] == f"~{lost[1]}" for word in arguments):
         return f"{lost[1]}=removed: this setting is required"
     text = str(error)
+    if "INTERVAL_SWEEP" in text:
+        word = next((word for word in arguments if "interval(" in word), "interval(")
+        return f"{word}: an interval has no list of levels; write them out, or as range(FROM,TO,STEP)"
     if "struct" in text or "Could not override" in text:
         return _unknown_key(text, arguments)
     key, value = _culprit(error, arguments)
@@ -65,7 +80,17 @@ def _unknown_key(text: str, arguments: list[str]) -> str:
     value = next((a.partition("=")[2] for a in arguments if a.lstrip("+~").partition("=")[0] == key), "")
     if key.startswith("slurm.") and "hydra/launcher=slurm" not in arguments:
         return f"{key}={value}: needs hydra/launcher=slurm"
-    known = help.known_keys()
+    chosen = next(
+        (a.partition("=")[2] for a in reversed(arguments) if a.startswith("workload=")), help.defaults()["workload"]
+    )
+    if chosen in (levels := help.levels("workload")):
+        having = [level for level in levels if key in help.known_keys(level)]
+        if having:
+            return (
+                f"{key}={value}: workload={chosen} has no {key}, workload={having[0]} has; "
+                f"it has {', '.join(help.own_keys(chosen))}"
+            )
+    known = help.known_keys(chosen if chosen in levels else "")
     last = key.rpartition(".")[2]
     near = difflib.get_close_matches(key, known, n=2, cutoff=0.7) or [k for k in known if k.rpartition(".")[2] == last]
     if not near:

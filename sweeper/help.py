@@ -125,13 +125,21 @@ def top_level() -> dict[str, tuple[str, str]]:
 
 
 @functools.cache
-def known_keys() -> list[str]:
-    """Every key that a command line can set, dotted."""
+def known_keys(workload: str = "") -> list[str]:
+    """Every key that a command line can set, dotted; with a level of `workload` those that it has."""
     keys: set[str] = set(GROUPS)
-    for path in [CONF / "config.yaml", CONF / "hydra" / "launcher" / "slurm.yaml", *(CONF / "workload").glob("*.yaml")]:
+    workloads = (CONF / "workload").glob(f"{workload or '*'}.yaml")
+    for path in [CONF / "config.yaml", CONF / "hydra" / "launcher" / "slurm.yaml", *workloads]:
         prefix = "" if path.name == "config.yaml" or "_global_" in path.read_text().split("\n")[0] else "workload."
         keys.update(_flatten(_load(path), prefix))
     return sorted(key for key in keys if not key.startswith(("hydra", "defaults")) and not key.endswith("about"))
+
+
+def own_keys(workload: str) -> list[str]:
+    """What a command line can set with this level of `workload` and not with every other: sections, and its command."""
+    content = _load(CONF / "workload" / f"{workload}.yaml")
+    inside = [f"workload.{name}" for name in content.get("workload", {}) if name not in ("about", "name", "sections")]
+    return [*(f"{name}.NAME" for name in content if name not in ("workload", "defaults")), *inside]
 
 
 def _flatten(values: dict[str, Any], prefix: str) -> list[str]:

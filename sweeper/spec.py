@@ -23,7 +23,7 @@ from omegaconf import OmegaConf
 from dflash import models
 from dflash.events import STAGES
 from dflash.settings import DEVICES, JobSettings, SettingError, Split
-from sweeper import caches, leases, machine, wheels
+from sweeper import caches, help, leases, machine, wheels
 from sweeper import workload as workloads
 from sweeper.cluster import settings as cluster
 from sweeper.composed import Composed
@@ -235,6 +235,10 @@ def read(configs: Sequence[Composed], failures: Mapping[str, str] | None = None)
         for name in (*Options.__dataclass_fields__, *SHARED, "wheel", "cache", "workload"):
             if name not in config.settings and name != "slurm":
                 raise SettingError(name, "removed", "this setting is required")
+        for name in ("budget", "wheels", "tracking"):
+            if not isinstance(config.settings[name], dict):
+                parts = [key for key in help.known_keys() if key.startswith(f"{name}.")]
+                raise SettingError(name, config.settings[name], f"has parts, each set by its name: {', '.join(parts)}")
     options = _options(configs[0])
     for config in configs[1:]:
         if _given(config) != _given(configs[0]):
@@ -274,6 +278,10 @@ def _run(config: Composed, swept: Iterable[str], options: Options, failures: Map
     known = {*Options.__dataclass_fields__, *FACTORS, *SHARED, *workload.sections, "workload", "cache_from"}
     known |= set() if workload.is_trainer else {"args"}
     for key in settings:
+        if key == "args" and key not in known:
+            name, value = next(iter(settings[key].items() if isinstance(settings[key], dict) else ()), ("NAME", "..."))
+            needs = f"needs workload=command, whose workload.argv is told of it as {{args.{name}}}"
+            raise SettingError(f"args.{name}", value, needs)
         if key not in known:
             raise SettingError(key, settings[key], f"unknown setting; known: {', '.join(sorted(known))}")
     wheel = wheels.resolve(str(choices["wheel"]), settings["wheel"], options.wheels, failures)
