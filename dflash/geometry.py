@@ -79,9 +79,14 @@ class Geometry:
         if wish.init is not None:
             return _settle_released(wish, target, Released.read(wish.init))
         heads = wish.heads or target.num_attention_heads
-        kv_heads = wish.kv_heads or (target.num_key_value_heads if wish.heads is None else heads)
+        kv_heads = wish.kv_heads or target.num_key_value_heads
+        if heads % kv_heads and wish.heads is None:
+            raise SettingError(
+                "drafter.kv_heads", kv_heads, f"must divide drafter.heads={heads}, the target's; set both"
+            )
         if heads % kv_heads:
-            raise SettingError("drafter.heads", heads, f"must be a multiple of the {kv_heads} key/value heads")
+            whose = "" if wish.kv_heads else ", the target's; set both"
+            raise SettingError("drafter.heads", heads, f"must be a multiple of drafter.kv_heads={kv_heads}{whose}")
         chosen = range(wish.layers) if wish.window_layers is None else wish.window_layers
         return cls(
             hidden=target.hidden_size,

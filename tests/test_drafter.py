@@ -117,13 +117,23 @@ def test_only_the_chosen_layers_have_the_window():
     ("wish", "text"),
     [
         (settings.Drafter(hidden=32), "drafter.hidden=32: must equal the target's hidden size 24"),
-        (settings.Drafter(heads=3, kv_heads=2), "drafter.heads=3"),
-        (settings.Drafter(kv_heads=3), "drafter.heads=4"),
+        (settings.Drafter(heads=3, kv_heads=2), "drafter.heads=3: must be a multiple of drafter.kv_heads=2$"),
+        (
+            settings.Drafter(heads=5),
+            "drafter.heads=5: must be a multiple of drafter.kv_heads=2, the target's; set both",
+        ),
+        (settings.Drafter(kv_heads=3), "drafter.kv_heads=3: must divide drafter.heads=4, the target's; set both"),
     ],
 )
 def test_a_geometry_that_does_not_fit_the_target_is_refused_by_name(wish, text):
     with pytest.raises(SettingError, match=text):
         Geometry.settle(wish, SHAPE)
+
+
+@pytest.mark.parametrize("heads", [2, 6])
+def test_key_value_heads_that_are_not_set_are_the_targets(heads):
+    settled = Geometry.settle(settings.Drafter(heads=heads), SHAPE)
+    assert (settled.heads, settled.kv_heads) == (heads, 2)
 
 
 @pytest.fixture
