@@ -409,6 +409,36 @@ def test_one_run_a_split_ranks_nothing_for_sure_and_a_split_that_never_ran_besid
     assert "fastest" not in sentences(conclude(apart, DEFAULTS))
 
 
+def test_an_interval_that_tells_nothing_is_not_printed_but_the_repeat_that_would_tell() -> None:
+    speeds = {("0", 1): 1.0, ("7", 1): 3.0, ("0", 2): 1.0, ("7", 2): 0.4}
+    runs = [Record({"seed": seed}, block, "ok", ktok_s=speed) for (seed, block), speed in speeds.items()]
+    text = sentences(conclude(runs, {"seed": "0"}))
+    # Of log 3 and log 0.4 the deviation is 1.42; 2.101 x 1.42 / sqrt(19) is the first below log 2 (t tables).
+    assert "seed=7 is 1.10x seed=0 (2 pairs, too few runs to tell: try repeat=19).\n" in text
+    assert " to " not in text.split("is 1.10x")[1].replace("to tell", "")
+    alike = [replace(run, levels={"split": {"0": "1t1d", "7": "2t1d"}[run.levels["seed"]]}) for run in runs]
+    text = sentences(conclude(alike, {"split": "1t1d"}))
+    leads = (
+        "No split is shown to be the fastest: 2t1d leads, 1.10x 1t1d (2 pairs, too few runs to tell: try repeat=19)."
+    )
+    assert leads in text
+
+
+def test_the_repeat_that_would_tell_does_with_the_same_noise() -> None:
+    draw = random.Random(1)
+    logs = [[draw.gauss(0, 0.5) for _ in range(3)] for _ in range(2)]
+    found = effects.estimate(logs)
+    assert found.low is not None
+    assert found.high is not None
+    seen = {"low": math.exp(found.low), "high": math.exp(found.high), "pairs": 6}
+    assert effects.too_wide({"low": 0.4, "high": 1.7})
+    assert not effects.too_wide({"low": 0.6, "high": 1.7})
+    assert not effects.too_wide({"low": 1.1, "high": 9.0}), "that it is faster is known"
+    half = (found.high - found.low) / 2 / stats.t.ppf(0.975, 4) * math.sqrt(6)  # of one pair
+    repeat = effects.telling_repeat(seen, 3)
+    assert stats.t.ppf(0.975, 2 * repeat - 2) * half / math.sqrt(2 * repeat) <= math.log(2)
+
+
 def test_the_command_to_paste_keeps_what_the_sweep_was_told() -> None:
     cells = [{"wheel": "cu128", "cache": "warm"}, {"wheel": "cu130", "cache": "foreign"}]
     words = ["-m", "wheel=cu128,cu130", "data.path=my chats.jsonl", "repeat=3", "rerun=all", "compile=unlocked"]

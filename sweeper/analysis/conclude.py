@@ -10,10 +10,11 @@ from typing import Any
 
 from sweeper.analysis import attribution, confounders, effects, failures
 from sweeper.analysis.commands import Commands, store_of
+from sweeper.analysis.effects import MOST_REPEATS
 from sweeper.analysis.records import Record, only_varied, varied
 
 MOST_GAPS = 12  # beyond, cells are a sample of a large space and not a grid with holes
-LEAST_REPEATS, MOST_REPEATS = 3, 30  # that are asked of a reader at once
+LEAST_REPEATS = 3  # that are asked of a reader at once
 UNEQUAL = 0.01  # p-value below which exposed runs are said to fail unequally often
 
 

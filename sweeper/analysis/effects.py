@@ -27,6 +27,8 @@ from sweeper.analysis.records import Record
 from sweeper.caches import COLD, WARM
 
 CONFIDENCE = 0.95
+WIDE = 4.0  # high / low of an interval: half as fast and twice as fast are both inside
+MOST_REPEATS = 30  # that are asked of a reader at once
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,27 @@ def estimate(contexts: Sequence[Sequence[float]], confidence: float = CONFIDENCE
         return Estimate(mean, None, None, n, "blocks")
     half = float(stdtrit(degrees, (1 + confidence) / 2)) * error
     return Estimate(mean, mean - half, mean + half, n, spread_over)
+
+
+def too_wide(effect: Mapping[str, Any]) -> bool:
+    """Whether an effect as a plain object has an interval that tells next to nothing: it holds 1 and is WIDE."""
+    low, high = effect["low"], effect["high"]
+    return low is not None and low <= 1 <= high and high > WIDE * low
+
+
+def telling_repeat(effect: Mapping[str, Any], blocks: int) -> int:
+    """From which repeat on the interval of an effect that is `too_wide` after so many blocks would not be, its noise
+    being what it was; at most MOST_REPEATS.
+    """
+    contexts = max(1, round(effect["pairs"] / blocks))
+    half = math.log(effect["high"] / effect["low"]) / 2 if effect["low"] > 0 else math.inf
+    freedom = effect["pairs"] - contexts or max(1, contexts - 1)
+    noise = half / float(stdtrit(freedom, (1 + CONFIDENCE) / 2)) * math.sqrt(effect["pairs"])
+    for repeat in range(blocks + 1, MOST_REPEATS):
+        pairs = contexts * repeat
+        if stdtrit(pairs - contexts, (1 + CONFIDENCE) / 2) * noise / math.sqrt(pairs) <= math.log(WIDE) / 2:
+            return repeat
+    return MOST_REPEATS
 
 
 def main_effects(records: Sequence[Record], references: Mapping[str, str]) -> list[Effect]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sweeper.analysis import failures
+from sweeper.analysis import effects, failures
 from sweeper.analysis.conclude import MOST_GAPS
 from sweeper.measure import slower_side
+from sweeper.progress import number
 
 MOST_EFFECTS, MOST_UNCLEAR, MOST_CAUSES, MOST_OPEN, MOST_COMMANDS = 20, 8, 6, 4, 3
 COMMAND = "    python -m sweeper "
@@ -38,7 +39,7 @@ def sentences(found: Mapping[str, Any], stopped: str = "") -> str:
     lines += _told_confounded(found)
     if any(line.startswith(COMMAND) for line in lines):
         lines.append(f"Then, of all runs together: {found['together']}")
-    lines += _told_fastest(found["fastest"])
+    lines += _told_fastest(found["fastest"], runs["blocks"])
     lines += _told_effects(found)
     return "\n".join(lines) + "\n"
 
@@ -105,7 +106,7 @@ def _told_confounded(found: Mapping[str, Any]) -> list[str]:
     return lines + _to_run("  To separate them, run:", [line for line in found["separate"] if line not in said])
 
 
-def _told_fastest(leads: Sequence[Mapping[str, Any]]) -> list[str]:
+def _told_fastest(leads: Sequence[Mapping[str, Any]], blocks: int) -> list[str]:
     """Of factors of many levels, which the effects against one of them do not rank, and of the split, where it matters
     who waited for whom."""
     lines = []
@@ -113,11 +114,11 @@ def _told_fastest(leads: Sequence[Mapping[str, Any]]) -> list[str]:
         if lead["levels"] < 3 and lead["factor"] != "split":
             continue
         over = lead["over"]
-        (other,), factor, level = over["references"], lead["factor"], lead["level"]
+        factor, level = lead["factor"], lead["level"]
         if lead["clear"]:
-            said = f"The fastest {factor} is {level}: {_ratio(over, other)}, which comes next"
+            said = f"The fastest {factor} is {level}: {_ratio(over, blocks)}, which comes next"
         else:
-            said = f"No {factor} is shown to be the fastest: {level} leads, {_ratio(over, other)}"
+            said = f"No {factor} is shown to be the fastest: {level} leads, {_ratio(over, blocks)}"
         lines.append(f"{said}{_starved(lead)}.")
     return lines
 
@@ -132,17 +133,18 @@ def _starved(lead: Mapping[str, Any]) -> str:
 
 
 def _told_effects(found: Mapping[str, Any]) -> list[str]:
-    noise, lines = found["noise"], []
+    noise, blocks, lines = found["noise"], found["runs"]["blocks"], []
     floor = ""
     if noise:
-        lines.append(f"The first cell run twice: {_ratio(noise)}: what no difference looks like here.")
-        floor = f"; A/A {_interval(noise)}" if noise["low"] is not None else ""
+        lines.append(f"The first cell run twice: {_ratio(noise, blocks)}: what no difference looks like here.")
+        floor = f"; A/A {_interval(noise)}" if noise["low"] is not None and not effects.too_wide(noise) else ""
     told = sorted(found["effects"], key=lambda effect: not effect["clear"])
     shown = [effect for i, effect in enumerate(told) if i < MOST_UNCLEAR or (effect["clear"] and i < MOST_EFFECTS)]
     for effect in shown:
-        (factor,), (level,), (reference,) = effect["factors"], effect["levels"], effect["references"]
-        doubt = "" if effect["clear"] or effect["low"] is None else ": no difference shown"
-        lines.append(f"{factor}={level} is {_ratio(effect, reference)}{floor}{doubt}.")
+        (factor,), (level,) = effect["factors"], effect["levels"]
+        told_by_itself = effect["clear"] or effect["low"] is None or effects.too_wide(effect)
+        doubt = "" if told_by_itself else ": no difference shown"
+        lines.append(f"{factor}={level} is {_ratio(effect, blocks)}{floor}{doubt}.")
     if len(told) > len(shown):
         lines.append(f"{len(told) - len(shown)} more effects: see --json.")
     for one in [each for each in found["interactions"] if each["clear"]][:MOST_CAUSES]:
@@ -192,11 +194,18 @@ def _sure(posterior: float) -> str:
     return "> 99.9 %" if posterior > 0.999 else f"{posterior:.1%}".replace("%", " %")
 
 
-def _ratio(effect: Mapping[str, Any], reference: str = "") -> str:
+def _ratio(effect: Mapping[str, Any], blocks: int) -> str:
     pairs = f"{effect['pairs']} pair{'s' * (effect['pairs'] != 1)}"
+    (factor,), (reference,) = effect["factors"], effect["references"]
+    if number(reference) is not None:  # 0.98x 0 would read as a product
+        reference = f"{factor}={reference}"
+    against = "" if factor == "A/A" else f" {reference}"
+    if effects.too_wide(effect):
+        enough = effects.telling_repeat(effect, blocks)
+        return f"{_number(effect['ratio'], effect)}x{against} ({pairs}, too few runs to tell: try repeat={enough})"
     inside = f"{_interval(effect)}, {pairs}" if effect["low"] is not None else pairs
     over = " of different cells, once each" if effect["spread_over"] == "contexts" else ""
-    return f"{_number(effect['ratio'], effect)}x{' ' + reference if reference else ''} ({inside}{over})"
+    return f"{_number(effect['ratio'], effect)}x{against} ({inside}{over})"
 
 
 def _interval(effect: Mapping[str, Any]) -> str:
