@@ -42,6 +42,8 @@ def place(job: JobSettings) -> Placement:
     cpu_threads = job.train.cpu_threads or max(1, cores() // workers)
     gpus = torch.cuda.device_count()
     if job.device == "cpu" or (job.device == "auto" and gpus == 0):
+        if each > 1:
+            raise SettingError("target.gpus", each, "must be 1 on a CPU, and this machine shows no GPU")
         cpu = torch.device("cpu")
         return Placement([(cpu,)] * split.targets, [cpu] * split.drafters, cpu_threads)
     if gpus == 0:

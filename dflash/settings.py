@@ -76,7 +76,7 @@ class Target:
     models_dir: str = "models"  # where packaged models are unpacked, once
     taps: list[int] | None = None  # decoder layers whose output is tapped, 0-based; None: z-lab's spread
     dtype: str = "auto"  # auto: float32 on CPU, bfloat16 on GPU
-    gpus: int = 1  # devices that one target is spread over, layer by layer
+    gpus: int = 1  # GPUs that one target is spread over, layer by layer
     made_up: bool = False  # random weights drawn on the device, whatever the folder holds: to measure speed alone
     trust_remote_code: bool = False
 
@@ -95,7 +95,7 @@ class Drafter:
 
     layers: int = 2
     block: int = 8  # slots a block, the anchor's included
-    anchors: int = 32  # blocks a packed row; a row with fewer eligible anchors is padded with empty blocks
+    anchors: int = 32  # blocks a packed row, fewer than its tokens; one with fewer places for them is padded
     hidden: int | None = None  # must equal the target's: embedding and head are shared
     intermediate: int | None = None
     heads: int | None = None
@@ -109,7 +109,7 @@ class Drafter:
     def check(self) -> None:
         _between("drafter.layers", self.layers, 1, 64)
         _between("drafter.block", self.block, 2, 64)
-        _between("drafter.anchors", self.anchors, 1, 65536)
+        _between("drafter.anchors", self.anchors, 1, (1 << 20) - 1)
         for name in ("hidden", "intermediate", "heads", "kv_heads", "head_dim", "window"):
             if getattr(self, name) is not None:
                 _between(f"drafter.{name}", getattr(self, name), 1, 1 << 20)
@@ -194,7 +194,7 @@ class Train:
     precision: str = "auto"  # auto: float32 on CPU; on GPU bfloat16, with master weights and optimiser in float32
     steady_after: int = 3  # steps of warm-up; the measured window opens with the first batch made after them
     profile: int = 0  # steps after warm-up that are recorded with torch.profiler, before the measured window opens
-    queue_mib: float = 64.0  # bound on features waiting for one drafter
+    queue_mib: float = 64.0  # bound on features waiting for one drafter; one batch of each target always fits
     cpu_threads: int = 0  # intra-op threads of each worker on CPU; 0: the machine's cores over the workers
     save: bool = True  # write the trained drafter at the end
     save_every: int = 0  # steps between checkpoints to resume from; 0: only when asked to stop
@@ -310,6 +310,7 @@ class JobSettings:
                 "must be auto or bfloat16 with compile=triton, whose kernels for float32 take minutes to compile",
             )
         _among("isolation", self.isolation, ("threads", "processes"))
+        _between("seed", self.seed, 0, (1 << 63) - 1)
         _among("device", self.device, DEVICES)
         if self.target.made_up and self.eval.prompts:
             allowed = "must be empty with target.made_up=true: made-up weights have nothing to say"
@@ -318,6 +319,12 @@ class JobSettings:
             raise SettingError(
                 "drafter.block", self.drafter.block, f"must not exceed data.row_tokens={self.data.row_tokens}"
             )
+        if self.drafter.anchors >= self.data.row_tokens:  # an anchor's block has at least one token behind it
+            raise SettingError(
+                "drafter.anchors", self.drafter.anchors, f"must be less than data.row_tokens={self.data.row_tokens}"
+            )
+        if self.device == "cpu" and self.target.gpus > 1:
+            raise SettingError("target.gpus", self.target.gpus, "must be 1 with device=cpu")
 
     def variants(self) -> dict[str, JobSettings]:
         """The settings of each drafter that this job trains, by name; one without a name if there is no fanout.

@@ -41,5 +41,7 @@ def test_too_few_gpus_are_told_with_what_a_target_takes(machine):
 
 def test_on_cpu_a_target_is_one_worker(machine):
     machine(0)
-    placement = place(job("2t1d", gpus=2))
+    placement = place(job("2t1d"))
     assert (placement.targets, placement.kind) == ([(torch.device("cpu"),)] * 2, "cpu")
+    with pytest.raises(SettingError, match=r"target\.gpus=2: must be 1 on a CPU"):
+        place(job("2t1d", gpus=2))

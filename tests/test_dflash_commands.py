@@ -50,6 +50,27 @@ def test_settings_may_stand_before_and_after_an_option(
     assert not any(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["drafter.anchors=256"], "drafter.anchors=256: must be less than data.row_tokens=256"),
+        (["data.row_tokens=32"], "drafter.anchors=32: must be less than data.row_tokens=32"),
+        (['fanout={"a": {}, "b": {"drafter": {"anchors": 999}}}', "split=1t2d"], "drafter.anchors=999: must be less"),
+        (["target.gpus=2", "device=cpu"], "target.gpus=2: must be 1 with device=cpu"),
+        (["seed=-1"], "seed=-1: must be from 0"),
+    ],
+)
+def test_settings_that_rule_each_other_out_are_refused_before_any_work(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], words: list[str], sentence: str
+) -> None:
+    out = tmp_path / "out"
+    assert main(["train", "--out", str(out), "data.path=d", "target.model=t", *words]) == 2
+    told = capfd.readouterr().err
+    assert told.startswith(f"dflash: {sentence}")
+    assert len(told.splitlines()) == 1
+    assert not out.exists()
+
+
 @pytest.mark.parametrize("command", ["train", "warm", "prepare", "regenerate", "eval"])
 def test_a_place_that_cannot_be_written_is_refused_before_any_work(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], command: str

@@ -87,8 +87,8 @@ def _job(arguments: argparse.Namespace) -> JobSettings:
     values["target"]["model"] = arguments.target
     if (arguments.block is None) != (arguments.anchors is None):
         raise SettingError("block and anchors", "one of them", "must be given together")
-    if arguments.block is not None:
-        values["drafter"] = {"block": arguments.block, "anchors": arguments.anchors}
+    given = arguments.block is not None
+    values["drafter"] = {"block": arguments.block, "anchors": arguments.anchors} if given else {"anchors": 1}
     job = JobSettings.from_dict(values)
     job.check()
     if Path(arguments.data).is_dir():
