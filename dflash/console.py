@@ -5,12 +5,16 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections import defaultdict, deque
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from dflash.events import EventReader
 
 _STEP_EVERY_S = 5.0
+_ENDS = 10  # steps whose mean the last line tells, as a drafter's card does (dflash.pipeline.report)
 
 
 class Console:
@@ -21,6 +25,7 @@ class Console:
         for _ in self._reader.poll():  # an earlier run's
             pass
         self._told: dict[str, float] = {}  # by variant, when its last step was told
+        self._last: dict[str, deque[dict[str, Any]]] = defaultdict(lambda: deque(maxlen=_ENDS))  # by variant, its steps
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="console", daemon=True)
         self._thread.start()
@@ -35,6 +40,8 @@ class Console:
             last = self._done.wait(0.5)
             for event in self._reader.poll():
                 text = self._step(event) if event["event"] == "step" else line(event)
+                if event["event"] == "end":
+                    text += "".join(map(_reached, self._last.values()))
                 if text:
                     print(text, file=sys.stderr, flush=True)
             if last:
@@ -42,6 +49,7 @@ class Console:
 
     def _step(self, event: dict[str, Any]) -> str:
         now, variant = time.monotonic(), event["variant"]
+        self._last[variant].append(event)
         if event["step"] != event["steps"] and now - self._told.get(variant, 0.0) < _STEP_EVERY_S:
             return ""
         self._told[variant] = now
@@ -81,6 +89,17 @@ def line(event: dict[str, Any]) -> str:
     if kind == "end":
         return f"ended: {event['status']}"
     return ""
+
+
+def _reached(steps: Sequence[dict[str, Any]]) -> str:
+    """What a variant reached by its last steps, to follow what is said before."""
+    last, means = steps[-1], []
+    for name in ("loss", "accept"):
+        values = [one[name] for one in steps if one[name] is not None]
+        means.append(_number(fmean(values) if values else None))
+    over = f"mean of the last {len(steps)} steps" if len(steps) > 1 else "one step"
+    variant = f" {last['variant']}" if last["variant"] else ""
+    return f";{variant} after step {last['step']}/{last['steps']}: loss {means[0]}, accepted {means[1]} ({over})"
 
 
 def _number(value: float | None) -> str:
