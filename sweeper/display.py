@@ -22,7 +22,7 @@ COLOURS = {"ok": "green", "skipped": "dim", "degraded": "yellow", "killed": "mag
 
 
 class Watch:
-    """What is known of the run in progress: stage, step, speed so far, time left.
+    """What is known of the run in progress: stage, step, speed so far in the measured window, time left.
 
     Of a run with fanout the first variant's steps are shown: all variants go through the same stream together.
     """
@@ -36,6 +36,7 @@ class Watch:
         self.told = 0.0  # when a line last told of it
         self._first: Step | None = None
         self._last: Step | None = None
+        self._opened: float | None = None  # when the measured window did, as far as is known yet
         self._tokens = 0
 
     def take(self, event: dict[str, Any]) -> str | None:
@@ -54,13 +55,13 @@ class Watch:
         if self.stage == STAGES[0]:
             self.stage = "train"  # of a command that tells its steps alone
         self.step, self.steps = step.step, step.steps
-        if self._first is None:
-            self._first = step
-        else:
+        if step.steady and self._opened is not None:
             self._tokens += step.tokens
-            seconds = step.t - self._first.t
+            seconds = step.t - self._opened
             self.speed = self._tokens / seconds / 1000 if seconds > 0 else None
-        self._last = step
+        elif self._opened is None or not self._tokens:
+            self._opened = step.t
+        self._first, self._last = self._first or step, step
         return "step"
 
     def left(self) -> float | None:

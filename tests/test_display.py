@@ -167,3 +167,16 @@ def test_odd_events_never_raise(told: list[dict]) -> None:
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0 s"), (99, "99 s"), (185, "3:05 min"), (7325, "2:02 h")])
 def test_durations_read_well(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+def test_a_speed_is_shown_of_measured_steps_only() -> None:
+    shown = Display(1, False, io.StringIO())
+    shown.run_started(1, "cell", None)
+    assert shown.watch is not None
+    told = [event for event in events(steps=8, tokens=500, steady_after=5) if event["event"] == "step"]
+    for event in told[:5]:
+        shown.event(event | {"t": BEGAN + event["step"] / 100})  # fast, before the window opens
+    assert shown.watch.doing() == "train, step 5/8"
+    for event in told[5:]:
+        shown.event(event | {"t": BEGAN + 0.05 + event["step"] - 5})
+    assert shown.watch.doing() == "train, step 8/8, 0.500 Ktok/s"

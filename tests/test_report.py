@@ -195,3 +195,13 @@ def test_runs_whose_caches_are_neither_cold_nor_warm_are_named(tmp_path: Path) -
     text = render(rows([*told, write_run(tmp_path, LOCKED)]))
     assert "mixed: cache=foreign: as counted (runs: 2)" in text
     assert "Mixed are 2 of 3 runs, neither proved cold nor proved warm" in text
+
+
+def test_a_window_too_short_for_a_speed_is_told_with_the_way_out(tmp_path: Path) -> None:
+    few = write_run(tmp_path, {"seed": "0"}, told=events(steps=7))  # four steps in the window
+    quick = write_run(tmp_path, {"seed": "1"}, told=events(steps=40, pace=0.04))  # 37 steps in 1.48 s
+    enough = write_run(tmp_path, {"seed": "2"}, told=events(steps=13))
+    text = render(rows([few, quick, enough]))
+    assert "2 of 3 runs were measured for less than 10 steps or 2 s (the shortest: 4 steps, 4.0 s)" in text
+    assert "(train.steps=, or those of your command)" in text
+    assert "less than 10 steps" not in render(rows([enough]))

@@ -26,6 +26,7 @@ from sweeper.measure import finite, slower_side
 
 ENDED = ("ok", "degraded")
 CONFIDENCE = 0.95
+LEAST_STEPS, LEAST_SECONDS = 10, 2.0  # of a measured window; a remark tells of shorter ones
 # What a tau means nothing without, in words.
 CONDITIONS = {
     "n": "{} prompts",
@@ -53,10 +54,10 @@ def rows(run_dirs: Iterable[Path]) -> list[dict[str, Any]]:
 
     A row: cell {factor: level}, label, n, runs [directory], beside (how many of them ran beside others), verdicts
     {verdict: count}, ktok_s, time_to_first_step_s, compile_s, peak_bytes, tau, targets_waited, drafters_waited (each
-    {median, low, high, coverage, n}, or None), cache {proved state: count}, mixed {why, of the runs that are ok:
-    count}, signatures {cause: count}, learnt {variant, "" without fanout: {loss, accept, tau {set: ...}}},
-    conditions {set: {condition: [value]}}, failures [{label, repeat, verdict, cause, fingerprint, reason, evidence,
-    holders, dir}].
+    {median, low, high, coverage, n}, or None), short [(steps, seconds) of each window that is], cache {proved state:
+    count}, mixed {why, of the runs that are ok: count}, signatures {cause: count}, learnt {variant, "" without fanout:
+    {loss, accept, tau {set: ...}}}, conditions {set: {condition: [value]}}, failures [{label, repeat, verdict, cause,
+    fingerprint, reason, evidence, holders, dir}].
     """
     latest: dict[tuple[str, Any], tuple[Path, dict[str, Any], dict[str, Any]]] = {}
     unreadable = 0
@@ -206,6 +207,7 @@ def _row(runs: list[tuple[Path, dict[str, Any], dict[str, Any]]]) -> dict[str, A
         "time_to_first_step_s": median_interval(_column(ended, "time_to_first_step_s")),
         "compile_s": median_interval(_column(ended, "compile_s")),
         "peak_bytes": median_interval(_column(peaks, "peak")),
+        "short": [window for f in ended if (window := _short(f))],
         "tau": median_interval([statistics.fmean(taus.values()) for f in ended if (taus := _taus(f))]),
         "targets_waited": median_interval(_column(ended, "targets_waited")),
         "drafters_waited": median_interval(_column(ended, "drafters_waited")),
@@ -261,6 +263,14 @@ def _failure(folder: Path, run: dict[str, Any], verdict: dict[str, Any]) -> dict
         "holders": holders(folder),
         "dir": folder.name,
     }
+
+
+def _short(figures: dict[str, Any]) -> tuple[int, float] | None:
+    """Steps and seconds of a run's measured window if they are few; None if not, or without a window."""
+    count, seconds = finite(figures.get("steady_steps")), finite(figures.get("steady_seconds"))
+    if not count or seconds is None or (count >= LEAST_STEPS and seconds >= LEAST_SECONDS):
+        return None
+    return int(count), seconds
 
 
 def _column(figures: list[dict[str, Any]], name: str) -> list[float]:
@@ -352,6 +362,13 @@ def remarks(table: list[dict[str, Any]]) -> list[str]:
     if beside := sum(row["beside"] for row in table):
         words = "ran beside others on their machine: their speed is not that of a machine to themselves"
         notes.append(f"{beside} of {sum(row['n'] for row in table)} runs {words}.")
+    if short := [window for row in table for window in row["short"]]:
+        steps, seconds = min(short)
+        notes.append(
+            f"{len(short)} of {sum(row['n'] for row in table)} runs were measured for less than {LEAST_STEPS} steps or "
+            f"{LEAST_SECONDS:g} s (the shortest: {steps} steps, {seconds:.1f} s): too little for a speed to rely on. "
+            "More steps make it longer (train.steps=, or those of your command)."
+        )
     lost = sum(row.get("unreadable", 0) for row in table)
     if lost:
         notes.append(f"{lost} run directories have no readable run.json or verdict.json and are not counted.")
