@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from dflash.settings import SettingError
 from sweeper import help
-from sweeper.words import leave
+from sweeper.words import leave, typed
 
 if TYPE_CHECKING:
     from sweeper.composed import Composed
@@ -60,6 +60,7 @@ def compose(arguments: list[str], carry_out: Callable[[Sequence[Composed]], Resu
 
     from sweeper.complaints import sentence
 
+    typed[:] = arguments
     words = (_hydras(word) for given in arguments for word in _start(given))
     arguments = list(dict.fromkeys(words))
     if {"-m", "--multirun"} & set(arguments):

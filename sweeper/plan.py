@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import random
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sweeper import spec, store, wheels
+from sweeper import spec, store, wheels, words
+from sweeper.analysis.records import in_order
 from sweeper.caches import snapshots
 from sweeper.store import Attempt
 from sweeper.tracking.place import hidden
@@ -138,14 +138,16 @@ def _duration(seconds: float | None) -> str:
 
 
 def title(plan: Plan) -> str:
-    """The sweep in words: each factor with the levels it takes."""
+    """The sweep in words: each factor with the levels it takes, in their order."""
     levels: dict[str, list[str]] = {}
     for item in plan.items:
         for name, level in item.run.cell.items():
             levels.setdefault(name, [])
             if level not in levels[name]:
                 levels[name].append(level)
-    varied = [f"{name}={','.join(several)}" for name, several in levels.items() if len(several) > 1]
+    varied = [
+        f"{name}={','.join(sorted(several, key=in_order))}" for name, several in levels.items() if len(several) > 1
+    ]
     return " ".join(varied) or plan.items[0].run.label
 
 
@@ -171,5 +173,5 @@ def record(plan: Plan, options: spec.Options) -> dict[str, Any]:
 
 
 def command_line() -> list[str]:
-    """The words of the command line as they may be kept: an address may hold a password."""
-    return [hidden(word) for word in sys.argv[1:]]
+    """The words of the command line as typed, and as they may be kept: an address may hold a password."""
+    return [hidden(word) for word in words.typed]

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+# The words of `python -m sweeper` as they were typed; in sys.argv stand those that Hydra reads.
+typed: list[str] = []
 READER_GONE = 141  # as a shell tells a command that SIGPIPE ended
 
 

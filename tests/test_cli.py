@@ -1,5 +1,6 @@
 """The command line: help at once, completion, and one sentence for each thing that cannot work."""
 
+import json
 import os
 import subprocess
 import sys
@@ -286,3 +287,13 @@ def test_nothing_is_left_in_the_working_directory_but_the_store(tmp_path: Path) 
     (verdict,) = runs(store).values()
     assert verdict["verdict"] == "ok"
     assert before < verdict["started"] < verdict["ended"]
+
+
+def test_a_sweep_keeps_its_command_as_it_was_typed_and_its_levels_in_order(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    words = ["-m", *workload("ok", "{args.lr}"), "args.lr=0.05,0.1,0.01", "-v"]
+    assert sweeper(store, *words).returncode == 0
+    (path,) = store.glob("sweeps/*/plan.json")
+    plan = json.loads(path.read_text())
+    assert plan["command"] == [*words, f"store={store}", "tracking=none"]
+    assert plan["title"] == "args.lr=0.01,0.05,0.1"

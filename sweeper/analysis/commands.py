@@ -12,7 +12,7 @@ from typing import Any
 from sweeper.analysis.records import NO_LEVEL, UNSETTABLE, in_order
 
 # Words of a sweep's command that the commands proposed here say anew or must not repeat.
-SAID_ANEW = ("repeat", "until", "aa", "rerun", "dry", "wheel@cache_from")
+SAID_ANEW = ("repeat", "until", "aa", "rerun", "dry", "cache_from", "wheel@cache_from")
 MANY = ("-m", "--multirun")
 
 
