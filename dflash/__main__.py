@@ -6,6 +6,7 @@ import argparse
 import faulthandler
 import importlib
 import os
+import re
 import select
 import sys
 
@@ -39,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         module.arguments(command)
-        command.set_defaults(run=module.run, command=command)
+        command.set_defaults(run=module.run, command=command, options=getattr(module, "OPTIONS", {}))
     arguments, more = parser.parse_known_args(argv)
     if "settings" in arguments and not any(word.startswith("-") for word in more):
         arguments.settings += more  # argparse takes those that stand together; they may also follow an option
@@ -49,8 +50,15 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return arguments.run(arguments)
     except SettingError as error:
-        print(f"dflash: {error}", file=sys.stderr)
+        print(f"dflash: {_in_options(str(error), arguments.options)}", file=sys.stderr)
         return 2
+
+
+def _in_options(sentence: str, options: dict[str, str]) -> str:
+    """A sentence about settings, which names those that the command has options for by the options."""
+    for setting, option in options.items():
+        sentence = re.sub(rf"(?<![\w./]){re.escape(setting)}=", f"{option}=", sentence)
+    return sentence
 
 
 def _status() -> int:

@@ -168,8 +168,8 @@ class Optim:
     decay: float = 0.2  # wsd: share of the steps, at the end, over which the rate falls to min_lr
 
     def check(self) -> None:
-        if not 0 < self.lr < 10:
-            raise SettingError("optim.lr", self.lr, "must be between 0 and 10")
+        if not 0 < self.lr <= 10:
+            raise SettingError("optim.lr", self.lr, "must be more than 0 and at most 10")
         if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):
             raise SettingError("optim.betas", self.betas, "must be two numbers from 0 to below 1")
         if not 0 <= self.weight_decay < math.inf:
@@ -416,8 +416,18 @@ def _value(hint: Any, value: Any, where: str) -> Any:
             return float(value)
         if isinstance(option, type) and isinstance(value, option) and (option is bool or not isinstance(value, bool)):
             return value
-    names = " or ".join("null" if o is types.NoneType else getattr(o, "__name__", str(o)) for o in options)
-    raise SettingError(where, value, f"must be of type {names}")
+    names = " or ".join("a list" if typing.get_origin(option) is list else _KINDS[option] for option in options)
+    raise SettingError(where, value, f"must be {names}")
+
+
+_KINDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    dict[str, Any]: "a section with settings",
+    types.NoneType: "null",
+}
 
 
 def _between(setting: str, value: int, low: int, high: int) -> None:

@@ -273,9 +273,9 @@ def test_the_command_prints_every_figure_with_its_conditions_and_writes_them(fol
     [
         ({"--drafter": "nowhere"}, (), "dflash: --drafter=nowhere: must hold"),
         ({"--device": "abacus"}, (), "dflash: --device=abacus: must be"),
-        ({"--target": "nowhere"}, (), "dflash: target.model=nowhere: must be"),
-        ({"--prompts": "nowhere.jsonl"}, (), "dflash: eval.prompts=nowhere.jsonl: must be"),
-        ({}, ("--temperature", "-1"), "dflash: eval.temperature=-1.0: must be from 0"),
+        ({"--target": "nowhere"}, (), "dflash: --target=nowhere: must be"),
+        ({"--prompts": "nowhere.jsonl"}, (), "dflash: --prompts=nowhere.jsonl: must be"),
+        ({}, ("--temperature", "-1"), "dflash: --temperature=-1.0: must be from 0"),
         ({}, ("--json", "nowhere/out.json"), "dflash: --json=nowhere/out.json: must be a file that can be written"),
     ],
 )

@@ -168,7 +168,7 @@ def test_what_cannot_be_told_apart_is_a_bad_row(tokenizer, tmp_path, template, m
     path.write_text(json.dumps({"messages": messages}))
     with pytest.raises(SettingError, match="line 1: "):
         load(path, other, tmp_path / "data")
-    with pytest.raises(SettingError, match=r"nothing to train on; left out: .* 1\}"):
+    with pytest.raises(SettingError, match=r"nothing to train on; left out: 1 \(\w"):
         load(path, other, tmp_path / "data", bad_rows="skip")
 
 

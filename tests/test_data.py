@@ -96,7 +96,10 @@ def test_a_document_without_place_for_an_anchor_is_counted_and_nothing_left_is_r
     path = write(tmp_path / "c.jsonl", lonely, say("Hi", "Hello"))
     assert load(path).summary["skipped"] == {"no place for an anchor": 1}
     path = write(tmp_path / "d.jsonl", lonely, say("Hi " * 300, "Hello"))
-    for too_long, counted in (("skip", "'longer than a row': 1"), ("cut", "'no place for an anchor': 2")):
+    for too_long, counted in (
+        ("skip", "left out: 1 (no place for an anchor), 1 (longer than a row)"),
+        ("cut", "left out: 2 (no place for an anchor)"),
+    ):
         with pytest.raises(SettingError, match="holds nothing to train on") as caught:
             load(path, too_long=too_long)
         assert counted in str(caught.value)

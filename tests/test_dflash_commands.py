@@ -58,9 +58,15 @@ def test_settings_may_stand_before_and_after_an_option(
         (['fanout={"a": {}, "b": {"drafter": {"anchors": 999}}}', "split=1t2d"], "drafter.anchors=999: must be less"),
         (["target.gpus=2", "device=cpu"], "target.gpus=2: must be 1 with device=cpu"),
         (["seed=-1"], "seed=-1: must be from 0"),
+        (["optim.lr=0"], "optim.lr=0.0: must be more than 0 and at most 10"),
+        (["optim.lr=NaN"], "optim.lr=nan: must be more than 0 and at most 10"),
+        (["optim.lr=nan"], "optim.lr=nan: must be a number"),
+        (["drafter.window=x"], "drafter.window=x: must be a whole number or null"),
+        (["target.taps=3"], "target.taps=3: must be a list or null"),
+        (["data.path=3"], "data.path=3: must be text"),
     ],
 )
-def test_settings_that_rule_each_other_out_are_refused_before_any_work(
+def test_settings_that_cannot_work_are_refused_before_any_work(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], words: list[str], sentence: str
 ) -> None:
     out = tmp_path / "out"

@@ -209,8 +209,8 @@ def test_rows_come_out_in_order_each_with_responses_in_place(target, tmp_path, c
     assert ["".join(m["role"][0] for m in row["messages"]) for row in made] == ["ua", "uaua", "uaua"]
     assert "old" not in json.dumps(made[1])
     said = capfd.readouterr().err
-    assert "1, leaves no room for a response in the target's 512 positions" in said
-    assert "1, begins with an assistant turn" in said
+    assert "1 (leaves no room for a response in the target's 512 positions)" in said
+    assert "1 (begins with an assistant turn)" in said
     assert len(chat.read(out)[0]) == 3
 
 
@@ -245,7 +245,7 @@ def test_it_goes_on_where_it_was_stopped(target, tmp_path, capfd):
     out = tmp_path / "out.jsonl"
     argv = ["--prompts", prompts, "--target", target, "--out", out, "--max-new", 5, "--batch", 2, "--fit", 80]
     assert run(*argv) == 0
-    assert "1, longer than 80 tokens" in capfd.readouterr().err
+    assert "left out: 1 (longer than 80 tokens)" in capfd.readouterr().err
     whole = out.read_bytes()
     assert [row["prompt"] for row in rows(out)] == [1, 2, 4]
     first = whole.index(b"\n") + 1
@@ -283,9 +283,9 @@ def test_a_file_of_another_origin_is_refused_and_left_alone(target, tmp_path, ca
     whole = out.read_bytes()
     capfd.readouterr()
     for change, told in (
-        (["--max-new", "5"], "max_new=4, not 5"),
-        (["--temperature", "1"], "temperature=0.0, not 1.0"),
-        (["--prompts", write(tmp_path / "q.jsonl", say("Hey"))], "prompts_sha256"),
+        (["--max-new", "5"], "was begun with --max-new=4, not 5"),
+        (["--temperature", "1"], "was begun with --temperature=0.0, not 1.0"),
+        (["--prompts", write(tmp_path / "q.jsonl", say("Hey"))], "was begun with other prompts"),
     ):
         assert run(*argv, out, *change) == 2
         assert told in capfd.readouterr().err
@@ -295,16 +295,23 @@ def test_a_file_of_another_origin_is_refused_and_left_alone(target, tmp_path, ca
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (["--target", "nowhere"], "must be an existing Hugging Face model folder"),
+        (["--target", "nowhere"], "dflash: --target=nowhere: must be an existing Hugging Face model folder"),
         (["--server", "http://localhost:1"], "either --target or --server"),
-        (["--max-new", "0"], "max_new=0: must be 1 or more"),
-        (["--temperature", "-1"], "temperature=-1.0: must be from 0"),
-        (["--top-p", "0"], "top_p=0.0: must be above 0"),
-        (["--prompts", "nowhere"], "prompts=nowhere: must be an existing file"),
+        (["--max-new", "0"], "--max-new=0: must be 1 or more"),
+        (["--temperature", "-1"], "--temperature=-1.0: must be from 0"),
+        (["--top-p", "0"], "--top-p=0.0: must be above 0"),
+        (["--prompts", "nowhere"], "--prompts=nowhere: must be an existing file"),
+        (["--prompts", os.devnull], "must be an existing file"),
+        (["--prompts", "empty.jsonl"], "--prompts=empty.jsonl: must hold at least one conversation"),
+        (["--prompts", "broken.jsonl"], "line 1: broken JSON"),
+        (["--prompts", "broken.jsonl"], "mend the row or set --bad-rows=skip"),
         (["--out", "nowhere/out.jsonl"], "must be a file in an existing folder"),
     ],
 )
-def test_a_wrong_setting_is_told_in_one_sentence(change, told, target, tmp_path, capfd):
+def test_a_wrong_setting_is_told_in_one_sentence(change, told, target, tmp_path, capfd, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("empty.jsonl").touch()
+    Path("broken.jsonl").write_text("{")
     prompts = write(tmp_path / "p.jsonl", say("Hi"))
     assert run("--prompts", prompts, "--target", target, "--out", tmp_path / "out.jsonl", *change) == 2
     err = capfd.readouterr().err
@@ -495,7 +502,7 @@ def test_a_conversation_that_the_server_finds_wrong_is_left_out_and_counted(tmp_
     with served(behave).up() as url:
         assert run("--prompts", prompts, "--server", url, "--out", out) == 0
     assert len(rows(out)) == 18
-    assert "left out: 2, refused by the server" in capfd.readouterr().err
+    assert "left out: 2 (refused by the server)" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

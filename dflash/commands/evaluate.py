@@ -25,6 +25,17 @@ if TYPE_CHECKING:
     import torch
 
 
+OPTIONS = {
+    "eval.prompts": "--prompts",
+    "eval.limit": "--limit",
+    "eval.max_new": "--max-new",
+    "eval.temperature": "--temperature",
+    "eval.batch": "--batch",
+    "target.model": "--target",
+    "target.models_dir": "--models-dir",
+}
+
+
 def arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--drafter", type=Path, required=True, help="folder of a drafter in z-lab's format")

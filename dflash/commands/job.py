@@ -75,7 +75,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise SettingError("spec", path, f"must be a readable JSON file ({error})") from None
+        raise SettingError("--spec", path, f"must be a readable JSON file ({error})") from None
     if not isinstance(values, dict):
-        raise SettingError("spec", path, "must hold one JSON object")
+        raise SettingError("--spec", path, "must hold one JSON object")
     return values

@@ -34,6 +34,14 @@ if TYPE_CHECKING:
 _SAMPLE = 256
 
 
+OPTIONS = {
+    "target.model": "--target",
+    "target.models_dir": "--models-dir",
+    "drafter.block": "--block",
+    "drafter.anchors": "--anchors",
+}
+
+
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", required=True, help="the data file")
     parser.add_argument("--target", required=True, help="a model folder, or the name of a packaged model")
@@ -57,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
         config = AutoConfig.from_pretrained(model, local_files_only=True)
     except (OSError, ValueError) as error:
         first_line = str(error).strip().split("\n")[0]
-        raise SettingError("target", arguments.target, f"its tokenizer cannot be loaded ({first_line})") from None
+        raise SettingError("--target", arguments.target, f"its tokenizer cannot be loaded ({first_line})") from None
     meta = prepare(
         job.data,
         tokenizer,
@@ -86,13 +94,13 @@ def _job(arguments: argparse.Namespace) -> JobSettings:
     values["data"]["path"] = arguments.data
     values["target"]["model"] = arguments.target
     if (arguments.block is None) != (arguments.anchors is None):
-        raise SettingError("block and anchors", "one of them", "must be given together")
+        raise SettingError("--block and --anchors", "one of them", "must be given together")
     given = arguments.block is not None
     values["drafter"] = {"block": arguments.block, "anchors": arguments.anchors} if given else {"anchors": 1}
     job = JobSettings.from_dict(values)
     job.check()
     if Path(arguments.data).is_dir():
-        raise SettingError("data", arguments.data, "must be a file, this is a folder")
+        raise SettingError("--data", arguments.data, "must be a file, this is a folder")
     return job
 
 

@@ -28,6 +28,14 @@ if TYPE_CHECKING:
     from dflash.regenerate.turns import Engine
 
 
+OPTIONS = {
+    "data.path": "--prompts",
+    "data.bad_rows": "--bad-rows",
+    "target.model": "--target",
+    "target.models_dir": "--models-dir",
+}
+
+
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", type=Path, required=True, help="chats; see docs/DATA.md for what they look like")
     parser.add_argument("--out", type=Path, required=True, help="chat JSONL to write, or to go on with")
@@ -77,27 +85,27 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _check(arguments: argparse.Namespace) -> None:
     if bool(arguments.target) == bool(arguments.server):
-        raise SettingError("target", arguments.target, "give either --target or --server")
+        raise SettingError("--target", arguments.target or "none", "give either --target or --server")
     for name in ("max_new", "batch", "fit", "parallel"):
         value = getattr(arguments, name)
         if value is not None and value < 1:
-            raise SettingError(name, value, "must be 1 or more")
+            raise SettingError(f"--{name.replace('_', '-')}", value, "must be 1 or more")
     if arguments.limit < 0:
-        raise SettingError("limit", arguments.limit, "must be 0 (all) or more")
+        raise SettingError("--limit", arguments.limit, "must be 0 (all) or more")
     if not 0 <= arguments.temperature <= 10:
-        raise SettingError("temperature", arguments.temperature, "must be from 0 (greedy) to 10")
+        raise SettingError("--temperature", arguments.temperature, "must be from 0 (greedy) to 10")
     if not 0 < arguments.top_p <= 1:
-        raise SettingError("top_p", arguments.top_p, "must be above 0 and at most 1")
+        raise SettingError("--top-p", arguments.top_p, "must be above 0 and at most 1")
     if not 0 <= arguments.seed < 1 << 32:
-        raise SettingError("seed", arguments.seed, "must be from 0 to 4294967295")
+        raise SettingError("--seed", arguments.seed, "must be from 0 to 4294967295")
     if not arguments.patience > 0:
-        raise SettingError("patience", arguments.patience, "must be greater than 0")
+        raise SettingError("--patience", arguments.patience, "must be greater than 0")
     if arguments.server and arguments.fit:
-        raise SettingError("fit", arguments.fit, "needs --target, whose tokenizer counts; use data.too_long later")
+        raise SettingError("--fit", arguments.fit, "needs --target, whose tokenizer counts; use data.too_long later")
     if not arguments.out.parent.is_dir():
         raise SettingError("--out", arguments.out, "must be a file in an existing folder")
     if not arguments.prompts.is_file():
-        raise SettingError("prompts", arguments.prompts, "must be an existing file")
+        raise SettingError("--prompts", arguments.prompts, "must be an existing file")
 
 
 def _local(arguments: argparse.Namespace) -> tuple[Callable[[], Engine], str]:
@@ -113,7 +121,7 @@ def _local(arguments: argparse.Namespace) -> tuple[Callable[[], Engine], str]:
 
         gpus = torch.cuda.device_count()
         if arguments.device == "cuda" and not gpus:
-            raise SettingError("device", "cuda", "needs a GPU, and this machine shows none; use --device cpu")
+            raise SettingError("--device", "cuda", "needs a GPU, and this machine shows none; use --device cpu")
         device = torch.device("cuda" if gpus and arguments.device != "cpu" else "cpu")
         return LocalEngine(
             Model.load(arguments.target, arguments.models_dir, device),

@@ -12,6 +12,7 @@ import numpy as np
 from dflash import settings
 from dflash.data import store, tokens
 from dflash.data.prepare import Progress, prepare
+from dflash.data.reader import counted
 from dflash.data.rows import Rows
 from dflash.settings import SettingError
 
@@ -90,7 +91,7 @@ def from_folder(folder: Path, meta: store.Meta, data: settings.Data, seed: int) 
     pieces = rows.pieces
     skipped = Counter(meta.skipped) + pieces.skipped
     if not len(pieces.starts):
-        raise SettingError("data.path", data.path, f"holds nothing to train on; left out: {dict(skipped)}")
+        raise SettingError("data.path", data.path, f"holds nothing to train on; left out: {counted(skipped)}")
     total = int(pieces.lengths.sum())
     summary = {
         "documents": len(pieces.starts),

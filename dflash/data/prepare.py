@@ -16,7 +16,7 @@ from dflash import settings
 from dflash.data import store, tokens
 from dflash.data.document import Document
 from dflash.data.formats import BadRow, Conversation, Record
-from dflash.data.reader import Reader
+from dflash.data.reader import Reader, counted
 from dflash.settings import SettingError
 
 Progress = Callable[[int, int], object]
@@ -104,7 +104,9 @@ def _write(
         if not any_record:
             raise reader.nothing()
         if not writer.documents:
-            raise SettingError("data.path", reader.path, f"holds nothing to train on; left out: {dict(reader.skipped)}")
+            raise SettingError(
+                "data.path", reader.path, f"holds nothing to train on; left out: {counted(reader.skipped)}"
+            )
         progress(reader.size, reader.size)
         return writer.finish(source, reader.format, dict(reader.skipped))
     finally:

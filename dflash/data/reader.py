@@ -8,7 +8,7 @@ from __future__ import annotations
 import codecs
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -17,6 +17,11 @@ from dflash.data.formats import BadRow, Record, Text
 from dflash.settings import SettingError
 
 _CHUNK = 1 << 20
+
+
+def counted(reasons: Mapping[str, int]) -> str:
+    """How many were left out for which reason, in words."""
+    return ", ".join(f"{count} ({reason})" for reason, count in reasons.items())
 
 
 class Reader:
@@ -63,7 +68,7 @@ class Reader:
     def nothing(self) -> SettingError:
         """The error for a file without any usable row."""
         found = (
-            f"all {self.skipped.total()} rows are bad: {dict(self.skipped)}" if self.skipped else "the file is empty"
+            f"all {self.skipped.total()} rows are bad: {counted(self.skipped)}" if self.skipped else "the file is empty"
         )
         return SettingError("data.path", self._asked, f"must hold at least one conversation or document; {found}")
 

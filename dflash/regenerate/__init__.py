@@ -19,9 +19,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from dflash.data import chat
+from dflash.data.reader import counted
 from dflash.regenerate.turns import Answered, Engine
 from dflash.settings import SettingError
 
+PROMPTS = "prompts_sha256"  # of the file of prompts, among the settings
 _ROW_START = b'{"prompt": '
 _TELL_EVERY = 10.0  # seconds between two lines of progress
 
@@ -43,13 +45,13 @@ def regenerate(
     """
     conversations, skipped = chat.read(prompts, bad_rows, need_assistant=False)
     conversations = conversations[: limit or None]
-    with _opened(out, settings | {"prompts_sha256": hashlib.sha256(prompts.read_bytes()).hexdigest()}) as file:
+    with _opened(out, settings | {PROMPTS: hashlib.sha256(prompts.read_bytes()).hexdigest()}) as file:
         last = _last_line_done(file, out)
         rest = [conversation for conversation in conversations if conversation.line > last]
         if last:
             _tell(f"{out} is done up to line {last} of {prompts}; {len(rest)} conversations are left")
         if skipped:
-            _tell(f"{prompts}: bad rows skipped: {dict(skipped)}")
+            _tell(f"{prompts}: bad rows skipped: {counted(skipped)}")
         report = _Report(len(rest))
         for answered in start().answer(rest) if rest else ():
             if not answered.left_out:
@@ -59,7 +61,8 @@ def regenerate(
             report.add(answered)
         report.tell()
     if not last and report.left_out.total() == len(rest):
-        raise SettingError("prompts", prompts, f"must hold a usable conversation; left out: {dict(report.left_out)}")
+        why = f"must hold a usable conversation; left out: {counted(report.left_out)}"
+        raise SettingError("--prompts", prompts, why)
 
 
 def _opened(out: Path, settings: dict[str, Any]) -> IO[bytes]:
@@ -100,7 +103,8 @@ def _settle(out: Path, file: IO[bytes], settings: dict[str, Any]) -> None:
         ) from None
     for name in differing:
         then, now = begun.get(name), settings.get(name)
-        raise SettingError("--out", out, f"was begun with {name}={then}, not {now}; name another file")
+        how = "other prompts" if name == PROMPTS else f"--{name.replace('_', '-')}={then}, not {now}"
+        raise SettingError("--out", out, f"was begun with {how}; name another file")
 
 
 def _last_line_done(file: IO[bytes], out: Path) -> int:
@@ -138,7 +142,7 @@ class _Report:
     def tell(self) -> None:
         self.told = time.monotonic()
         rate = self.tokens / max(self.told - self.started, 1e-3)
-        left_out = "".join(f"; left out: {number}, {reason}" for reason, number in self.left_out.items())
+        left_out = f"; left out: {counted(self.left_out)}" if self.left_out else ""
         _tell(f"{self.done}/{self.conversations} conversations, {self.tokens} tokens, {rate:.0f} tokens/s{left_out}")
 
 

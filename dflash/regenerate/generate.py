@@ -50,7 +50,7 @@ class Model:
     @classmethod
     def of(cls, lm: Any, tokenizer: Any) -> Model:
         if not tokenizer.chat_template:
-            raise SettingError("target", tokenizer.name_or_path, "its tokenizer must have a chat template")
+            raise SettingError("--target", tokenizer.name_or_path, "its tokenizer must have a chat template")
         return cls(lm.eval(), tokenizer, sorted(stop_tokens(lm, tokenizer)))
 
     @property

@@ -62,7 +62,7 @@ class Server:
         """A server that has been asked for its models and has `model` (None: its first). Raises SettingError."""
         parts = urllib.parse.urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise SettingError("server", url, "must be an address such as http://localhost:8000")
+            raise SettingError("--server", url, "must be an address such as http://localhost:8000")
         base = url.rstrip("/")
         server = cls(base if base.endswith("/v1") else base + "/v1", model or "", patience, _key(api_key_env))
         if model:
@@ -71,7 +71,7 @@ class Server:
             listed = server.call("/models", None)
             server.model = str(listed["data"][0]["id"])
         except (KeyError, IndexError, TypeError, _Refused):
-            raise SettingError("server_model", None, f"must be named: {url} does not list its models") from None
+            raise SettingError("--server-model", None, f"must be named: {url} does not list its models") from None
         return server
 
     def call(self, path: str, body: dict[str, Any] | None) -> Any:
@@ -97,7 +97,7 @@ class Server:
                 if error.code in _ROW_AT_FAULT:
                     raise _Refused(why) from None
                 if error.code not in _PASSING:
-                    raise SettingError("server", self.url, why) from None
+                    raise SettingError("--server", self.url, why) from None
                 wait = max(pause, _asked_to_wait(error))
             except ValueError:  # no JSON, no UTF-8
                 why = "its answer is not JSON"
@@ -127,9 +127,9 @@ def _key(name: str | None) -> str:
         return ""
     key = os.environ.get(name, "").strip()
     if not key:
-        raise SettingError("api_key_env", name, "must be an environment variable that holds the API key")
+        raise SettingError("--api-key-env", name, "must be an environment variable that holds the API key")
     if not key.isascii() or not key.isprintable() or " " in key:
-        raise SettingError("api_key_env", name, "its value must be printable ASCII without spaces")
+        raise SettingError("--api-key-env", name, "its value must be printable ASCII without spaces")
     return key
 
 
@@ -187,7 +187,7 @@ class ServerEngine:
                 answered = ahead.popleft().result()
                 refused = refused + 1 if answered.left_out == _REFUSED else 0
                 if refused == _REFUSED_IN_A_ROW:
-                    raise SettingError("server", self.server.url, f"{answered.detail} ({refused} times in a row)")
+                    raise SettingError("--server", self.server.url, f"{answered.detail} ({refused} times in a row)")
                 yield answered
         finally:
             self.server.stopped.set()
