@@ -273,7 +273,7 @@ def _from_log(run: Evidence, otherwise: str, code: int | None = None) -> Signatu
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     if code == BAD_INPUT and lines and _SETTING.match(lines[-1]):
         return named("workload.bad_setting", lines[-1][:300])
-    match = classify(run.log_tail)
+    match = classify(run.log_tail) or classify(run.reason)
     if match and match.failed:
         return _signature(match)
     return named("unknown", lines[-1][:300] if lines else otherwise, last_traceback(log))

@@ -95,6 +95,25 @@ def test_a_pattern_that_fits_no_line_is_told_with_the_last_line(tmp_path: Path) 
     assert "no line matched workload.pattern=" in done.stdout
 
 
+def test_a_command_a_script_and_a_module_that_are_not_there_are_named(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    lacking = (
+        "'trian'",
+        "'{python}','trian.py'",
+        "'{python}','-m','trian'",
+        "'sh','-c','trian --lr 1'",
+        "'sh','trian.sh'",
+    )
+    for words in lacking:
+        assert sweeper(store, "workload=command", f"workload.argv=[{words}]").returncode == 0
+    found = list(runs(store).values())
+    assert len(found) == len(lacking)
+    for verdict in found:
+        assert (verdict["verdict"], verdict["signature"]["cause"]) == ("failed", "workload.not_found"), verdict
+        assert "trian" in verdict["signature"]["evidence"]
+        assert "workload.argv" in verdict["signature"]["remedy"]
+
+
 def test_without_a_pattern_output_is_the_sign_of_life(tmp_path: Path) -> None:
     assert sweeper(tmp_path / "store", *command("lines"), "budget.start=0.9").returncode == 0
     told = only(tmp_path / "store")

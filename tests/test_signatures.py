@@ -36,7 +36,7 @@ process.sigkill scheduler.cancelled scheduler.job_lost scheduler.node_failed sch
 scheduler.time_limit tracking.store_locked tracking.unreachable
 triton.out_of_shared_memory unknown compile.module_call_race compile.recompiled sweep.interrupted
 sweep.harness_died sweep.code_changed workload.bad_setting
-workload.pattern_unmatched compile.no_end env.wheel_unavailable"""
+workload.not_found workload.pattern_unmatched compile.no_end env.wheel_unavailable"""
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["id"])
@@ -395,6 +395,20 @@ def test_a_log_is_read_whatever_it_is_made_of(tmp_path: Path, data: bytes) -> No
 @given(st.binary(max_size=3000))
 def test_rubbish_is_no_error_of_ours(data: bytes) -> None:
     assert set(explained(joined(data))) == {"cause", "about", "evidence", "remedy", "fingerprint", "version", "source"}
+
+
+def test_the_log_of_a_good_run_is_said_to_look_like_no_failure() -> None:
+    told = explained("step 1 loss 2.0\r 50%|#####     | 5/10 [00:01<00:01]\r100%|##########| 10/10 [00:02<00:00]\n")
+    assert told["cause"] == "unknown"
+    assert told["about"] == "Nothing in this text looks like a failure."
+    assert (told["evidence"], told["remedy"]) == ("", "None is needed, unless this is not the text of what failed.")
+    for text in ("ValueError: 3", "aborted", 'Traceback (most recent call last):\n  File "a.py", line 1, in f\nOdd: 1'):
+        assert explained(text)["about"] == rules()["unknown"].about, text
+
+
+@pytest.mark.parametrize("log", ["sh: 1: lsmod: not found\nstep 1\nKeyError: 3\n", "bash: x: not found\nstep 2\n"])
+def test_a_word_that_a_shell_lacked_on_the_way_is_no_cause(log: str) -> None:
+    assert classify(log) is None
 
 
 def test_an_empty_text_is_unknown_and_has_a_fingerprint() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 
 from sweeper.signatures import classify, fingerprint, rule, rules, version
@@ -16,6 +17,11 @@ from sweeper.signatures.document import document
 from sweeper.signatures.prints import last_traceback, plain
 from sweeper.signatures.text import joined, read
 from sweeper.words import leave
+
+_TROUBLE = re.compile(
+    r"(?i)error|exception|traceback|fatal|fail|abort|kill|denied|not found|no such|cannot|can't|could not|unable|panic"
+    r"|core dumped|segmentation|terminated|time[d -]?out|refused|invalid|unknown|unrecogni[sz]ed|usage:|assert|\bnan\b"
+)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -53,11 +59,12 @@ def explained(text: str) -> dict[str, str]:
     known = rule(match.cause if match else "unknown")
     said = "" if match else plain(text)
     last = next((line.strip()[:300] for line in reversed(said.splitlines()) if line.strip()), "")
+    good = match is None and not _TROUBLE.search(said)
     return {
         "cause": known.cause,
-        "about": known.about,
-        "evidence": match.evidence if match else last,
-        "remedy": known.remedy,
+        "about": "Nothing in this text looks like a failure." if good else known.about,
+        "evidence": match.evidence if match else "" if good else last,
+        "remedy": "None is needed, unless this is not the text of what failed." if good else known.remedy,
         "fingerprint": match.fingerprint if match else fingerprint(last_traceback(said) or last),
         "version": version(),
         "source": known.source,
