@@ -11,6 +11,7 @@ import functools
 import hashlib
 import importlib.util
 import json
+import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -104,8 +105,8 @@ class Options:
             raise SettingError("detach", "true", "needs jobs to leave to themselves: hydra/launcher=slurm")
         if self.detach and self.width:
             raise SettingError("until", self.until, "needs the command to stay; detach=true leaves")
-        if not self.grace >= 0:
-            raise SettingError("grace", self.grace, "must be 0 or more seconds")
+        if not 0 <= self.grace < math.inf:
+            raise SettingError("grace", self.grace, "must be 0 or more seconds, and an end")
         for stage, seconds in self.budget.items():
             if stage not in STAGES:
                 raise SettingError(f"budget.{stage}", seconds, f"unknown stage; known: {', '.join(STAGES)}")
@@ -306,6 +307,7 @@ def _run(config: Composed, swept: Iterable[str], options: Options, failures: Map
     else:
         Split.parse(spec["split"])
         spec["args"] = workloads.arguments(settings.get("args"), workload)
+        workloads.check_places(workload, workloads.values(spec))
     cache_wheel = None
     if cell["cache"] == caches.FOREIGN:
         level = choices.get(CACHE_FROM)
@@ -354,11 +356,13 @@ def _job(spec: dict[str, Any]) -> dict[str, Any]:
     JobSettings.from_dict(spec).check()
     if not _readable(data["path"]) and not _readable(os.path.join(data["path"], PREPARED)):
         raise SettingError(
-            "data.path", data["path"], "must be a readable file of chats, or a folder that `dflash prepare` made"
+            "data.path",
+            data["path"],
+            "must be a readable file of chats that is not empty, or a folder that `dflash prepare` made",
         )
     for number, path in enumerate(prompts):
         if not _readable(path):
-            raise SettingError(f"eval.prompts[{number}]", path, "must be a readable file of prompts")
+            raise SettingError(f"eval.prompts[{number}]", path, "must be a readable file of prompts, not empty")
     models.check(target["model"], target["models_dir"], weights=not target["made_up"])
     if os.path.isdir(target["model"]):
         target["model"] = os.path.abspath(target["model"])
@@ -380,7 +384,7 @@ def _absolute(path: str) -> str:
 
 
 def _readable(path: str) -> bool:
-    return os.path.isfile(path) and os.access(path, os.R_OK)
+    return os.path.isfile(path) and os.access(path, os.R_OK) and os.path.getsize(path) > 0
 
 
 def _device(asked: Any, wheel: wheels.Wheel, options: Options) -> str:

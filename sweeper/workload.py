@@ -13,6 +13,7 @@ from sweeper import caches, progress, supervisor
 
 TRAINER = "dflash"  # the workload that is this project's own
 LISTS = ("argv", "sections", "code", "standalone")
+RUNS_OWN = ("python", "out", "spec")  # what a word in braces may stand for besides a setting
 _PLACE = re.compile(r"\{([A-Za-z]\w*(?:\.\w+)*)\}")
 
 
@@ -78,6 +79,19 @@ def arguments(given: Any, workload: Workload) -> dict[str, str]:
         if name.startswith("args.") and name.removeprefix("args.") not in found:
             raise SettingError("workload.argv", f"{{{name}}}", f"needs {name}=...")
     return found
+
+
+def check_places(workload: Workload, told: Mapping[str, str]) -> None:
+    """Raise SettingError for `{name}` in argv or env that stands for nothing; told: the settings of a run."""
+    known = [*RUNS_OWN, *told]
+    lists = {"argv": workload.argv, "standalone": workload.standalone}
+    lists |= {f"env.{name}": (value,) for name, value in workload.env.items()}
+    for where, words in lists.items():
+        for name in (name for word in words for name in _PLACE.findall(word)):
+            if name not in known:
+                places = ", ".join(f"{{{one}}}" for one in known)
+                own = f"braces of the command's own are handed over in an argument, args.x='{{{name}}}' and {{args.x}}"
+                raise SettingError(f"workload.{where}", f"{{{name}}}", f"stands for nothing; known: {places}; {own}")
 
 
 def fill(word: str, values: Mapping[str, str]) -> str:

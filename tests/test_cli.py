@@ -83,6 +83,8 @@ BAD = [
     (["grace=-1"], ["grace=-1", "0 or more"]),
     (["grace=abc"], ["grace=abc", "number"]),
     (["grace=nan"], ["grace=nan", "0 or more"]),
+    (["grace=inf"], ["grace=inf", "0 or more seconds, and an end"]),
+    (["data.path=/dev/null"], ["data.path=/dev/null", "readable file"]),
     (["optim.weight_decay=nan"], ["optim.weight_decay=nan", "0 or more"]),
     (["train.queue_mib=inf"], ["train.queue_mib=inf", "at most 1048576"]),
     (["budget.train=0"], ["budget.train=0", "more than 0"]),

@@ -20,6 +20,7 @@ from sweeper.__main__ import _hydras, _resolvers
 from sweeper.composed import plain
 from sweeper.help import CONF
 from sweeper.progress import Printed, number
+from sweeper.workload import fill, values
 
 TRAINER = Path(__file__).parent / "fakes" / "trainer.py"
 DOCS = Path(__file__).parent.parent / "docs" / "COMMAND.md"
@@ -225,6 +226,11 @@ def read(tmp_path: Path, *overrides: str) -> spec.Run:
         (["args.lr=[1]", "workload.argv=[a,'{args.lr}']"], "must be one value"),
         (["workload.env.WANDB_API_KEY=abc"], "looks like a secret"),
         (["workload.env.TRITON_CACHE_DIR=/x"], "is what the harness itself sets"),
+        (
+            ["workload.argv=[a,'x-{foo}']"],
+            "workload.argv={foo}: stands for nothing; known: {python}, {out}, {spec}, {c",
+        ),
+        (["workload.env.A='{sede}'"], "workload.env.A={sede}: stands for nothing"),
         (["workload.env.SWEEPER_EVENTS=/x"], "is what the harness itself sets"),
     ],
 )
@@ -240,6 +246,11 @@ def test_what_a_command_is_told_and_how_it_is_read_make_it_another_run(tmp_path:
     others = (["args.lr=2"], ["workload.env.A=1"], ["workload.pattern='(?P<step>x)'"])
     assert len({one.identity, *(read(tmp_path, *words, *other).identity for other in others)}) == 4
     assert read(tmp_path, *words).identity == one.identity
+
+
+def test_braces_of_the_commands_own_are_handed_over_in_an_argument(tmp_path: Path) -> None:
+    run = read(tmp_path, "workload.argv=[a,'{args.file}','{print $1}']", "args.file='ckpt-{step}.pt'")
+    assert [fill(word, values(run.spec)) for word in run.workload.argv] == ["a", "ckpt-{step}.pt", "{print $1}"]
 
 
 def test_a_command_may_want_more_devices_than_there_are(tmp_path: Path) -> None:

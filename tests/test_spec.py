@@ -270,3 +270,10 @@ def test_the_wheel_is_known_by_what_it_computes_with() -> None:
     wheels.current.cache_clear()
     assert wheels.current() == wheel
     assert json.loads(json.dumps(wheel.to_dict())) == wheel.to_dict()
+
+
+@pytest.mark.parametrize(("word", "said"), [("data.path={}", "data.path="), ("eval.prompts=[{}]", "eval.prompts[0]=")])
+def test_an_empty_file_is_refused_before_anything_starts(tmp_path: Path, word: str, said: str) -> None:
+    (empty := tmp_path / "empty.jsonl").touch()
+    with pytest.raises(SettingError, match=re.escape(f"{said}{empty}: must be a readable file")):
+        read(tmp_path, word.format(empty))
