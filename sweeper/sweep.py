@@ -117,6 +117,11 @@ def _carry_out(plan: Plan, options: spec.Options, interrupts: Interrupts) -> tup
             )
             return {}, True
         found = conclude(wanted, session, why)
+        over = sum(verdict != "killed" for verdict in found.values())
+        if interrupts.look() and over < len(plan.items):
+            session.display.note(
+                f"stopped with {over} of {len(plan.items)} runs over; the same command goes on from there"
+            )
         return found, all(one.identity in found for one in wanted)
 
 

@@ -64,9 +64,12 @@ class Signature:
 
 @dataclass(frozen=True)
 class Verdict:
+    """lost_checkpoints: how many the job could not write, and went on without."""
+
     verdict: str
     signature: Signature | None
     reason: str
+    lost_checkpoints: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -74,11 +77,15 @@ class Verdict:
 
 def judge(evidence: Evidence) -> Verdict:
     """Give the verdict. Never raises on odd events or text."""
-    verdict = _judge(evidence)
+    verdict, notes = _judge(evidence), list[str]()
+    lost = [e for e in evidence.events if e.get("event") == "warning" and e.get("code") == "checkpoint.failed"]
+    if lost:
+        several = f"{len(lost)} checkpoint{'s' * (len(lost) != 1)}"
+        notes.append(f"{several} could not be written, the last: {lost[-1].get('message')}")
     if evidence.bad_events:
-        note = f"{evidence.bad_events} lines of events were unreadable"
-        verdict = dataclasses.replace(verdict, reason="; ".join(filter(None, (verdict.reason, note))))
-    return verdict
+        notes.append(f"{evidence.bad_events} lines of events were unreadable")
+    reason = "; ".join(filter(None, (verdict.reason, *notes)))
+    return dataclasses.replace(verdict, reason=reason, lost_checkpoints=len(lost))
 
 
 def named(cause: str, evidence: str, printed: str = "") -> Signature:

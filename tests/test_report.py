@@ -205,3 +205,13 @@ def test_a_window_too_short_for_a_speed_is_told_with_the_way_out(tmp_path: Path)
     assert "2 of 3 runs were measured for less than 10 steps or 2 s (the shortest: 4 steps, 4.0 s)" in text
     assert "(train.steps=, or those of your command)" in text
     assert "less than 10 steps" not in render(rows([enough]))
+
+
+def test_checkpoints_that_were_lost_are_told_of_a_run_that_is_ok(tmp_path: Path) -> None:
+    lost = {"t": 1_790_000_025.0, "event": "warning", "code": "checkpoint.failed"}
+    told = [*events(), *(lost | {"message": f"no checkpoint of step {step} in /x: disk full"} for step in (4, 8))]
+    folder = write_run(tmp_path, LOCKED, repeat=2, told=told)
+    verdict = json.loads((folder / "verdict.json").read_text())
+    assert verdict["verdict"] == "ok"
+    assert verdict["reason"] == "2 checkpoints could not be written, the last: no checkpoint of step 8 in /x: disk full"
+    assert "compile=locked cache=cold r2: 2 of its checkpoints\n" in render(rows([folder]))

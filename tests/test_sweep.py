@@ -213,6 +213,7 @@ def test_one_interrupt_ends_the_run_and_leaves_the_sweep_resumable(tmp_path: Pat
     assert (verdict["verdict"], verdict["signature"]["cause"]) == ("killed", "sweep.interrupted")
     assert verdict["exit"] == {"code": 143, "signal": None}, "the child could end by itself"
     assert "killed" in out
+    assert err.rstrip().endswith("stopped with 0 of 2 runs over; the same command goes on from there")
     plan = sweeper(store, *command, "dry=true").stdout
     assert len(re.findall("to do", plan)) == 3, "two runs and the sum"
 

@@ -54,10 +54,10 @@ def rows(run_dirs: Iterable[Path]) -> list[dict[str, Any]]:
 
     A row: cell {factor: level}, label, n, runs [directory], beside (how many of them ran beside others), verdicts
     {verdict: count}, ktok_s, time_to_first_step_s, compile_s, peak_bytes, tau, targets_waited, drafters_waited (each
-    {median, low, high, coverage, n}, or None), short [(steps, seconds) of each window that is], cache {proved state:
-    count}, mixed {why, of the runs that are ok: count}, signatures {cause: count}, learnt {variant, "" without fanout:
-    {loss, accept, tau {set: ...}}}, conditions {set: {condition: [value]}}, failures [{label, repeat, verdict, cause,
-    fingerprint, reason, evidence, holders, dir}].
+    {median, low, high, coverage, n}, or None), lost {repeat: checkpoints that it could not write}, short [(steps,
+    seconds) of each window that is], cache {proved state: count}, mixed {why, of the runs that are ok: count},
+    signatures {cause: count}, learnt {variant, "" without fanout: {loss, accept, tau {set: ...}}}, conditions {set:
+    {condition: [value]}}, failures [{label, repeat, verdict, cause, fingerprint, reason, evidence, holders, dir}].
     """
     latest: dict[tuple[str, Any], tuple[Path, dict[str, Any], dict[str, Any]]] = {}
     unreadable = 0
@@ -207,6 +207,7 @@ def _row(runs: list[tuple[Path, dict[str, Any], dict[str, Any]]]) -> dict[str, A
         "time_to_first_step_s": median_interval(_column(ended, "time_to_first_step_s")),
         "compile_s": median_interval(_column(ended, "compile_s")),
         "peak_bytes": median_interval(_column(peaks, "peak")),
+        "lost": {run.get("repeat"): n for _, run, v in runs if (n := v.get("lost_checkpoints"))},
         "short": [window for f in ended if (window := _short(f))],
         "tau": median_interval([statistics.fmean(taus.values()) for f in ended if (taus := _taus(f))]),
         "targets_waited": median_interval(_column(ended, "targets_waited")),
@@ -348,6 +349,7 @@ def remarks(table: list[dict[str, Any]]) -> list[str]:
     for row in table:
         where = _where(row, factors)
         notes += [f"mixed: {where}: {why} (runs: {n})" for why, n in row["mixed"].items()]
+        notes += [f"lost: {where} r{repeat}: {n} of its checkpoints" for repeat, n in row["lost"].items()]
         notes += _starving(row, where)
     notes += _measured(table)
     coverages = {row["ktok_s"]["n"]: row["ktok_s"]["coverage"] for row in table if row["ktok_s"]}
