@@ -264,12 +264,12 @@ def test_a_folder_is_made_even_if_its_documents_do_not_fit_the_rows_asked_about(
 @pytest.mark.parametrize(
     ("changes", "more", "said"),
     [
-        ({"--data": "none.jsonl"}, [], "data.path=none.jsonl: must be a readable data file"),
-        ({"--data": "."}, [], "must be a file, this is a folder"),
-        ({"--target": "."}, [], "the folder must hold a config.json"),
+        ({"--data": "none.jsonl"}, [], "--data=none.jsonl: must be a readable data file"),
+        ({"--data": "."}, [], "--data=.: must be a file, this is a folder"),
+        ({"--target": "."}, [], "--target=.: the folder must hold a config.json"),
         ({"--out": "."}, [], "exists and was not made by `dflash prepare`"),
         ({}, ["train.steps=3"], "train.steps=3: must be a setting of the data"),
-        ({}, ["data.path=x"], "data.path=x: is given as --data"),
+        ({}, ["data.path=x"], "--data=x: must be given so, as an option"),
         ({}, ["data.format=xml"], "data.format=xml: must be one of auto"),
         ({}, ["--block", "8"], "must be given together"),
     ],

@@ -35,6 +35,7 @@ _SAMPLE = 256
 
 
 OPTIONS = {
+    "data.path": "--data",
     "target.model": "--target",
     "target.models_dir": "--models-dir",
     "drafter.block": "--block",
@@ -90,7 +91,7 @@ def _job(arguments: argparse.Namespace) -> JobSettings:
             raise SettingError(key, value, "must be a setting of the data, such as data.reasoning=drop")
         override(values, word)
     if "path" in values["data"]:
-        raise SettingError("data.path", values["data"]["path"], "is given as --data")
+        raise SettingError("data.path", values["data"]["path"], "must be given so, as an option")
     values["data"]["path"] = arguments.data
     values["target"]["model"] = arguments.target
     if (arguments.block is None) != (arguments.anchors is None):
