@@ -85,8 +85,8 @@ class Printed:
         """That no line has fitted so far, with the pattern and the last line; empty once one has."""
         if self._lines:
             return ""
-        last = f"the last one printed is {self._last!r}" if self._last else "none was printed"
-        return f"no line matched workload.pattern={self._pattern.pattern!r}; {last}"
+        last = f"the last one printed is '{self._last}'" if self._last else "none was printed"
+        return f"no line matched workload.pattern='{self._pattern.pattern}'; {last}"
 
     def _line(self, line: bytes) -> None:
         text = _ANSI.sub("", line.decode("utf-8", "replace"))

@@ -89,7 +89,7 @@ def test_a_pattern_that_fits_no_line_is_told_with_the_last_line(tmp_path: Path) 
     assert found["degraded"]["signature"]["cause"] == "workload.pattern_unmatched"
     for verdict, last in (("degraded", "step 8/8"), ("hung", "step 3/3")):
         reason = found[verdict]["reason"]
-        assert "no line matched workload.pattern='epoch (?P<step>" in reason
+        assert "no line matched workload.pattern='epoch (?P<step>\\d+)'; " in reason
         assert f"the last one printed is '{last}: loss" in reason
     assert found["hung"]["reason"].startswith("no progress for 1.5 s in stage warmup; no line matched")
     assert "warning workload.pattern_unmatched: no line matched" in done.stderr
