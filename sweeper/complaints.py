@@ -18,22 +18,12 @@ _TYPES = {
     "not a valid bool": "must be true or false",
     "Incompatible value 'None'": "must not be null",
 }
-_KINDS = {
-    "int": "a whole number",
-    "float": "a number",
-    "bool": "true or false",
-    "str": "text",
-    "dict": "a section with settings",
-    "list": "a list",
-}
 
 
 def sentence(error: BaseException, arguments: list[str]) -> str:
     """One line of text for an error that the person at the keyboard can cure."""
     if isinstance(error, SettingError):
-        kinds = re.fullmatch(r"must be of type (.+)", error.allowed)
-        said = f"must be {' or '.join(_KINDS.get(k, k) for k in kinds[1].split(' or '))}" if kinds else error.allowed
-        return _flat(f"{error.setting}={error.value}: {said}")
+        return _flat(str(error))
     missing = _cause(error, MissingConfigException)
     if isinstance(missing, MissingConfigException):
         return _wrong_level(missing, arguments)
