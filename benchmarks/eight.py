@@ -38,7 +38,7 @@ from dflash.events import EVENTS_FILE, STACKS_FILE, EventReader
 from dflash.settings import Split
 from sweeper import machine, store, usage
 from sweeper.analysis import effects, failures
-from sweeper.measure import finite, slower_side, steps, window_start
+from sweeper.measure import caught_up, finite, slower_side, steps, window_start
 from sweeper.report import table
 from sweeper.store import Attempt
 
@@ -291,7 +291,10 @@ def within(one: Attempt) -> dict[str, Any]:
         return figures
     ends = np.array([opened, *(step.t for step in window)])
     groups = [g for g in np.array_split(np.arange(len(window)), min(GROUPS, len(window) // 2)) if len(g)]
-    speeds = [sum(window[i].tokens for i in g) / (ends[g[-1] + 1] - ends[g[0]]) / 1e3 for g in groups]
+    before = [next((step for step in done if step.step == window[0].step - 1), window[0]), *window[:-1]]
+    saved = [caught_up(before[g[0]], window[g[-1]], []) for g in groups]
+    spans = [ends[g[-1] + 1] - ends[g[0]] + one for g, one in zip(groups, saved, strict=True)]
+    speeds = [sum(window[i].tokens for i in g) / span / 1e3 for g, span in zip(groups, spans, strict=True)]
     if speeds:
         mean = effects.estimate([speeds])
         figures["within_ktok_s"] = {"mean": mean.mean, "low": mean.low, "high": mean.high, "groups": len(speeds)}

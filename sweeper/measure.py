@@ -91,10 +91,10 @@ class Figures(Learnt):
     """The figures of one run; None where unknown.
 
     Of a run with fanout, `variants` has what each variant learnt, and the fields of Learnt have no value.
-    steps, tokens and the steady window are those of the first variant, for all train on the same stream: its
-    context tokens count once, however many variants use them.
+    steps, tokens and the steady window are those of the slowest variant, for all train on the same stream: its
+    context tokens count once, however many variants use them, and while a slow one's queue fills a fast one is ahead.
     ktok_s: thousands of context tokens a second over the steady window, all drafters of a variant together.
-    steady_seconds: wall time of the window, less what the first variant's evaluations in it took, and with what its
+    steady_seconds: wall time of the window, less what evaluations in it took, and with what its
     drafters caught up of a backlog: the figure is that of the slower side.
     targets_waited, drafters_waited: share of the window that a worker of this kind stood waiting, on average,
     for room in a queue and for a batch.
@@ -129,13 +129,12 @@ def figures(events: list[dict[str, Any]], started: float | None = None) -> Figur
     found, measured = steps(events), evaluations(events)
     done = next(iter(found.values()), [])
     steady = [s for s in done if s.steady]
-    opened = window_start(done)
-    closed = max((s.t for s in steady), default=0.0)
-    still = pauses(done, measured)
-    seconds = None if opened is None else closed - opened - overlap(still, opened, closed) + caught_up(done, still)
+    # A variant that stands still soon holds up the others, whose target waits for room in its queue.
+    still = merged(span for several in found.values() for span in pauses(several, measured))
+    seconds = window_seconds(done, still, steady[-1]) if steady else None
     tokens = sum(s.tokens for s in steady)
     told = totals(events, "rss_bytes", "compile_seconds")
-    names = list(dict.fromkeys([*found, *(e.variant for e in measured)]))
+    names = sorted({*found, *(e.variant for e in measured)})
     learnt = {name: _learnt(found.get(name, []), [e for e in measured if e.variant == name]) for name in names}
     only = learnt.get("", Learnt()) if set(names) <= {""} else None
     return Figures(
@@ -147,7 +146,7 @@ def figures(events: list[dict[str, Any]], started: float | None = None) -> Figur
         drafters_waited=_waited("drafter", found, measured),
         steps=len(done),
         tokens=sum(s.tokens for s in done),
-        time_to_first_step_s=_first_step(events, done, started),
+        time_to_first_step_s=_first_step(events, [s for several in found.values() for s in several], started),
         compile_s=told.get("compile_seconds"),
         peak_rss_bytes=_whole(told.get("rss_bytes")),
         peak_gpu_bytes=_whole(_fullest_gpu(events)),
@@ -159,15 +158,16 @@ def figures(events: list[dict[str, Any]], started: float | None = None) -> Figur
 def steps(events: Iterable[dict[str, Any]]) -> dict[str, list[Step]]:
     """The training steps of each variant by number; of several events for one step the first to be written counts.
 
-    The variant whose first step ended first is the first.
+    The slowest variant is the first: the one furthest behind, and of equals the one that got there last.
     """
     found: dict[str, dict[int, Step]] = {}
     for event in events:
         step = parse_step(event)
         if step is not None:
             found.setdefault(step.variant, {}).setdefault(step.step, step)
-    order = sorted(found, key=lambda name: (min(s.t for s in found[name].values()), name))
-    return {name: [found[name][n] for n in sorted(found[name])] for name in order}
+    ordered = [[several[n] for n in sorted(several)] for several in found.values()]
+    ordered.sort(key=lambda done: (done[-1].step, -done[-1].t, done[-1].variant))
+    return {done[0].variant: done for done in ordered}
 
 
 def evaluations(events: Iterable[dict[str, Any]]) -> list[Evaluation]:
@@ -189,6 +189,17 @@ def pauses(done: list[Step], measured: Iterable[Evaluation]) -> list[tuple[float
         elif began < one.t:
             spans.append((began, one.t))
     return spans
+
+
+def merged(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The same times as spans apart from each other and in order."""
+    apart: list[tuple[float, float]] = []
+    for since, to in sorted(spans):
+        if apart and since <= apart[-1][1]:
+            apart[-1] = (apart[-1][0], max(to, apart[-1][1]))
+        else:
+            apart.append((since, to))
+    return apart
 
 
 def overlap(spans: Iterable[tuple[float, float]], start: float, end: float) -> float:
@@ -213,14 +224,26 @@ def window_start(done: list[Step]) -> float | None:
     return max((step.t for step in done if step.step < first.step), default=None)
 
 
-def caught_up(done: list[Step], still: list[tuple[float, float]]) -> float:
-    """Seconds of a window that a backlog saved: how much later than the last steady step the one before the first used
-    its batch, counted from when it was made and without the evaluations between. 0 where steps do not tell.
+def window_seconds(done: list[Step], still: list[tuple[float, float]], last: Step) -> float | None:
+    """Seconds of the measured window up to the end of the steady step `last`, without the evaluations `still` and with
+    what was caught up of a backlog: see dflash.pipeline.window. None where unknown.
     """
-    steady = [s for s in done if s.steady]
-    ends = [step for step in done if steady and step.step in (steady[0].step - 1, steady[-1].step)]
-    lags = [step.lag - overlap(still, step.t - step.lag, step.t) for step in ends if step.lag is not None]
-    return max(0.0, lags[0] - lags[1]) if len(lags) == 2 else 0.0
+    opened = window_start(done)
+    if opened is None:
+        return None
+    first = next(s for s in done if s.steady)
+    before = next((s for s in done if s.step == first.step - 1), None)
+    return last.t - opened - overlap(still, opened, last.t) + (caught_up(before, last, still) if before else 0.0)
+
+
+def caught_up(before: Step, last: Step, still: list[tuple[float, float]]) -> float:
+    """Seconds that a backlog saved from the end of `before` to that of `last`: by how much their lags, without the
+    evaluations in them, shrank. 0 where steps do not tell.
+    """
+    if before.lag is None or last.lag is None:
+        return 0.0
+    then = before.lag - overlap(still, before.t - before.lag, before.t)
+    return max(0.0, then - (last.lag - overlap(still, last.t - last.lag, last.t)))
 
 
 def parse_step(event: dict[str, Any]) -> Step | None:

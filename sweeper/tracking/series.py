@@ -27,11 +27,10 @@ from sweeper.measure import (
     Evaluation,
     Step,
     finite,
-    overlap,
     parse_evaluation,
     parse_step,
     pauses,
-    window_start,
+    window_seconds,
 )
 
 # Points a series has at most, about: a long run must not fill the store with rows, nor the UI with details.
@@ -74,16 +73,16 @@ class Job:
     def metrics(self, told: Told) -> list[Any]:
         """The metrics of what was read and not told.
 
-        ktok_s is that of the measured window so far, so that its last value is the run's.
+        ktok_s is that of the measured window so far, so that its last value is the run's. Of several variants each has
+        its own; which is the slowest, whose speed is the run's, is known at the end.
         """
         found: list[Any] = []
-        for number, (variant, steps) in enumerate(self.steps.items()):
+        for variant, steps in self.steps.items():
             done = [steps[n] for n in sorted(steps)]
             new = [step for step in done if step.step > told.steps.get(variant, 0)]
             for step in new:
                 found += _metrics(_of_step(step), step.t, step.step, variant)
-            if number == 0:  # the stream's speed, which the variants share
-                found += self._speeds(done, new)
+            found += self._speeds(done, new)
         found += self.evaluated(told.evaluations)
         for number, (t, used) in enumerate(self.memory[told.memory :], told.memory):
             found += _metrics(used, t, number, "")
@@ -100,7 +99,7 @@ class Job:
 
     def last_speed(self) -> float | None:
         """What `metrics` gave as ktok_s of the last step; None if it gave none."""
-        done = [step for _, step in sorted(next(iter(self.steps.values()), {}).items())]
+        done = [step for _, step in sorted(self.steps.get("", {}).items())]
         return next((point.value for point in self._speeds(done, done[-1:])), None)
 
     @property
@@ -111,14 +110,14 @@ class Job:
 
     def _speeds(self, done: list[Step], new: list[Step]) -> Iterator[Any]:
         """Ktok/s of the measured window up to each new step, `done` being all steps so far."""
-        opened, still = window_start(done), pauses(done, self.evaluations)
+        still = pauses(done, self.evaluations)
         tokens = sum(step.tokens for step in done[: len(done) - len(new)] if step.steady)
         for step in new:
             tokens += step.tokens if step.steady else 0
-            if tokens and opened is not None and _shown(step, POINTS):
-                seconds = step.t - opened - overlap(still, opened, step.t)
-                if seconds > 0:
-                    yield from _metrics({"ktok_s": tokens / seconds / 1000}, step.t, step.step, "")
+            if tokens and _shown(step, POINTS):
+                seconds = window_seconds(done, still, step)
+                if seconds and seconds > 0:
+                    yield from _metrics({"ktok_s": tokens / seconds / 1000}, step.t, step.step, step.variant)
 
 
 def final(verdict: dict[str, Any]) -> dict[str, float]:
