@@ -80,7 +80,7 @@ def test_they_stay_so_through_steps_a_checkpoint_and_an_export(dtype, tmp_path):
     state.save(tmp_path / "checkpoints", 2, drafter, master, {}, {"a": 1}, keep=1)
     resumed = drafter_of(draw(make().geometry, 1, dtype=dtype))
     continued = Master(list(resumed.parameters()), settings.Optim())
-    found, _ = state.find(tmp_path / "checkpoints", {"a": 1})
+    found, _ = state.find(tmp_path / "checkpoints", {"a": 1}, "")
     state.restore(found, resumed, continued)
     assert lies_side_by_side(resumed)
     for one in (drafter, resumed):
