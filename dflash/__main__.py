@@ -7,9 +7,9 @@ import faulthandler
 import importlib
 import os
 import re
-import select
 import sys
 
+from dflash.output import status
 from dflash.settings import SettingError
 
 # Name -> module in dflash.commands, in the order of use.
@@ -61,25 +61,8 @@ def _in_options(sentence: str, options: dict[str, str]) -> str:
     return sentence
 
 
-def _status() -> int:
-    """The command's exit status; one whose output nobody reads any more (`| head`) ends quietly."""
-    code = 141  # as a shell tells a command that SIGPIPE ended
-    try:
-        try:
-            code = main()
-        except SystemExit as end:  # argparse, which has said why
-            code = int(end.code or 0)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        output = select.poll()
-        output.register(sys.stdout, 0)
-        if not output.poll(0):  # an error is told unasked; none: another pipe broke, such as a worker's
-            raise
-    return code
-
-
 if __name__ == "__main__":
-    code = _status()
+    code = int(status(main) or 0)
     sys.stderr.flush()
     # Not sys.exit: a worker thread that hangs after a failure must not keep the process.
     os._exit(code)
