@@ -38,7 +38,7 @@ from dflash.events import EVENTS_FILE, STACKS_FILE, EventReader
 from dflash.settings import Split
 from sweeper import machine, store, usage
 from sweeper.analysis import effects, failures
-from sweeper.measure import caught_up, finite, slower_side, steps, window_start
+from sweeper.measure import Opening, finite, opening, slower_side, steps
 from sweeper.report import table
 from sweeper.store import Attempt
 
@@ -286,19 +286,17 @@ def within(one: Attempt) -> dict[str, Any]:
     figures: dict[str, Any] = {"repeat": one.run["repeat"], "verdict": verdict["verdict"], "run": one.folder.name}
     events = list(EventReader(one.folder / EVENTS_FILE).poll())
     done = next(iter(steps(events).values()), [])
-    window, opened = [step for step in done if step.steady], window_start(done)
+    window, opened = [step for step in done if step.steady], opening(done)
     if opened is None:
         return figures
-    ends = np.array([opened, *(step.t for step in window)])
     groups = [g for g in np.array_split(np.arange(len(window)), min(GROUPS, len(window) // 2)) if len(g)]
-    before = [next((step for step in done if step.step == window[0].step - 1), window[0]), *window[:-1]]
-    saved = [caught_up(before[g[0]], window[g[-1]], []) for g in groups]
-    spans = [ends[g[-1] + 1] - ends[g[0]] + one for g, one in zip(groups, saved, strict=True)]
-    speeds = [sum(window[i].tokens for i in g) / span / 1e3 for g, span in zip(groups, spans, strict=True)]
+    begins = [opened, *(Opening(step.t, step) for step in window[:-1])]
+    speeds = [sum(window[i].tokens for i in g) / begins[g[0]].seconds(window[g[-1]], []) / 1e3 for g in groups]
     if speeds:
         mean = effects.estimate([speeds])
         figures["within_ktok_s"] = {"mean": mean.mean, "low": mean.low, "high": mean.high, "groups": len(speeds)}
-    figures |= {"steps": len(window), "seconds": float(ends[-1] - opened), "busy": busy(one, events, opened, ends[-1])}
+    closed = window[-1].t
+    figures |= {"steps": len(window), "seconds": closed - opened.t, "busy": busy(one, events, opened.t, closed)}
     return figures
 
 

@@ -14,7 +14,7 @@ import time
 from typing import Any, TextIO
 
 from dflash.events import STAGES
-from sweeper.measure import Evaluation, Step, caught_up, finite, parse_evaluation, parse_step
+from sweeper.measure import Evaluation, Opening, Step, finite, parse_evaluation, parse_step
 
 EVERY = 10.0  # seconds between two lines of steps when the output is no terminal
 COUNTED = {"n": "prompts", "tokens": "tokens", "block": "slots a block"}
@@ -36,8 +36,7 @@ class Watch:
         self.told = 0.0  # when a line last told of it
         self._first: Step | None = None
         self._last: Step | None = None
-        self._opened: float | None = None  # when the measured window did, as far as is known yet
-        self._before: Step | None = None  # the last step before the window
+        self._opened: Opening | None = None  # of the measured window, as far as is known yet
         self._tokens = 0
 
     def take(self, event: dict[str, Any]) -> str | None:
@@ -58,10 +57,10 @@ class Watch:
         self.step, self.steps = step.step, step.steps
         if step.steady and self._opened is not None:
             self._tokens += step.tokens
-            seconds = step.t - self._opened + (caught_up(self._before, step, []) if self._before else 0.0)
+            seconds = self._opened.seconds(step, [])
             self.speed = self._tokens / seconds / 1000 if seconds > 0 else None
         elif self._opened is None or not self._tokens:
-            self._opened, self._before = step.t, step
+            self._opened = Opening(step.t, step)
         self._first, self._last = self._first or step, step
         return "step"
 

@@ -131,7 +131,8 @@ def figures(events: list[dict[str, Any]], started: float | None = None) -> Figur
     steady = [s for s in done if s.steady]
     # A variant that stands still soon holds up the others, whose target waits for room in its queue.
     still = merged(span for several in found.values() for span in pauses(several, measured))
-    seconds = window_seconds(done, still, steady[-1]) if steady else None
+    opened = opening(done)
+    seconds = opened.seconds(steady[-1], still) if opened else None
     tokens = sum(s.tokens for s in steady)
     told = totals(events, "rss_bytes", "compile_seconds")
     names = sorted({*found, *(e.variant for e in measured)})
@@ -142,8 +143,8 @@ def figures(events: list[dict[str, Any]], started: float | None = None) -> Figur
         steady_steps=len(steady),
         steady_seconds=seconds,
         steady_tokens=tokens,
-        targets_waited=_waited("target", found, measured),
-        drafters_waited=_waited("drafter", found, measured),
+        targets_waited=_waited("target", found, still),
+        drafters_waited=_waited("drafter", found, still),
         steps=len(done),
         tokens=sum(s.tokens for s in done),
         time_to_first_step_s=_first_step(events, [s for several in found.values() for s in several], started),
@@ -181,14 +182,8 @@ def pauses(done: list[Step], measured: Iterable[Evaluation]) -> list[tuple[float
     From the end of the step to the end of the evaluation: what it waits for and loads before is part of it.
     """
     ends = {step.step: step.t for step in done}
-    spans: list[tuple[float, float]] = []
-    for one in sorted(measured, key=lambda e: e.t):
-        began = ends.get(one.step, one.t) if done and one.variant == done[0].variant else one.t
-        if spans and began <= spans[-1][1]:
-            spans[-1] = (min(began, spans[-1][0]), one.t)
-        elif began < one.t:
-            spans.append((began, one.t))
-    return spans
+    own = [one for one in measured if done and one.variant == done[0].variant]
+    return merged((began, one.t) for one in own if (began := ends.get(one.step, one.t)) < one.t)
 
 
 def merged(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -207,8 +202,31 @@ def overlap(spans: Iterable[tuple[float, float]], start: float, end: float) -> f
     return sum(max(0.0, min(to, end) - max(since, start)) for since, to in spans)
 
 
-def window_start(done: list[Step]) -> float | None:
-    """When the measured window opened (Unix seconds), None where unknown.
+@dataclass(frozen=True)
+class Opening:
+    """Where a measured window begins: when (Unix seconds), and the step before it, None where that is not told."""
+
+    t: float
+    before: Step | None
+
+    def seconds(self, last: Step, still: list[tuple[float, float]]) -> float:
+        """From here to the end of the step `last`, without the evaluations `still` and with what was caught up of a
+        backlog, by how much lags shrank (dflash.pipeline.window).
+        """
+        then, now = _lag(self.before, still), _lag(last, still)
+        caught_up = 0.0 if then is None or now is None else max(0.0, then - now)
+        return last.t - self.t - overlap(still, self.t, last.t) + caught_up
+
+
+def _lag(step: Step | None, still: list[tuple[float, float]]) -> float | None:
+    """A step's lag without the evaluations in it; None where it is not told."""
+    if step is None or step.lag is None:
+        return None
+    return step.lag - overlap(still, step.t - step.lag, step.t)
+
+
+def opening(done: list[Step]) -> Opening | None:
+    """Of the measured window; None where unknown.
 
     That is the end of the step before the first steady one; if that step is not known, the first steady step's own
     start; if that is not known either (a command that tells every tenth step), the end of the last step told before.
@@ -216,34 +234,13 @@ def window_start(done: list[Step]) -> float | None:
     first = next((s for s in done if s.steady), None)
     if first is None:
         return None
-    for step in done:
-        if step.step == first.step - 1:
-            return step.t
+    before = next((step for step in done if step.step == first.step - 1), None)
+    if before is not None:
+        return Opening(before.t, before)
     if first.seconds is not None:
-        return first.t - first.seconds
-    return max((step.t for step in done if step.step < first.step), default=None)
-
-
-def window_seconds(done: list[Step], still: list[tuple[float, float]], last: Step) -> float | None:
-    """Seconds of the measured window up to the end of the steady step `last`, without the evaluations `still` and with
-    what was caught up of a backlog: see dflash.pipeline.window. None where unknown.
-    """
-    opened = window_start(done)
-    if opened is None:
-        return None
-    first = next(s for s in done if s.steady)
-    before = next((s for s in done if s.step == first.step - 1), None)
-    return last.t - opened - overlap(still, opened, last.t) + (caught_up(before, last, still) if before else 0.0)
-
-
-def caught_up(before: Step, last: Step, still: list[tuple[float, float]]) -> float:
-    """Seconds that a backlog saved from the end of `before` to that of `last`: by how much their lags, without the
-    evaluations in them, shrank. 0 where steps do not tell.
-    """
-    if before.lag is None or last.lag is None:
-        return 0.0
-    then = before.lag - overlap(still, before.t - before.lag, before.t)
-    return max(0.0, then - (last.lag - overlap(still, last.t - last.lag, last.t)))
+        return Opening(first.t - first.seconds, None)
+    last = max((step.t for step in done if step.step < first.step), default=None)
+    return None if last is None else Opening(last, None)
 
 
 def parse_step(event: dict[str, Any]) -> Step | None:
@@ -348,14 +345,13 @@ def slower_side(targets_waited: float, drafters_waited: float) -> str:
     return "drafters" if targets_waited > drafters_waited else "targets"
 
 
-def _waited(side: str, found: dict[str, list[Step]], measured: list[Evaluation]) -> float | None:
+def _waited(side: str, found: dict[str, list[Step]], still: list[tuple[float, float]]) -> float | None:
     """Share of the measured steps' time that workers of a side waited; None where no step tells of them.
 
     A step before which training stood still for an evaluation does not count. Steps of several variants may tell
     of the same worker: those of the first variant that does count.
     """
     shares: dict[str, float] = {}
-    still = [span for done in found.values() for span in pauses(done, measured)]
     for done in found.values():
         span, waits = 0.0, dict[str, float]()
         for before, step in itertools.pairwise(done):

@@ -17,7 +17,7 @@ class Window:
     What targets piled up while drafters compiled is no speed of theirs: what waits when the window opens and no longer
     when it closes was used faster than it was made. How much time that saved is seen at the window's ends: a step's
     event tells its `lag`, from when its batch was made to its own end, and the window is taken to be longer by what the
-    lag shrank in it (sweeper.measure.window_seconds). Then the figure is the slower side's, however the run began.
+    lag shrank in it (sweeper.measure.Opening). Then the figure is the slower side's, however the run began.
 
     Where the target waits for room batch after batch the age of what is used does not matter, and of a long queue much
     would have to be used up before a batch is young.

@@ -17,7 +17,7 @@ from sweeper import help, store, usage
 from sweeper.analysis.conclude import conclude
 from sweeper.analysis.records import in_order, read
 from sweeper.analysis.sentences import sentences
-from sweeper.measure import finite, steps, window_start
+from sweeper.measure import finite, opening, steps
 from sweeper.report import table
 from sweeper.spec import COPY
 from sweeper.store import Attempt, read_json
@@ -201,14 +201,14 @@ def _timeline(one: Attempt, events: list[dict[str, Any]]) -> Timeline:
     else:
         memory = [(look.t, look.rss_bytes / 1e9) for look in looks]
         busy = [(look.t, look.cpu) for look in looks if look.cpu is not None]
-    opened = window_start(done)
+    opened = opening(done)
     return Timeline(
         queue=_since(
             began, ((step.t, step.series["queue_bytes"] / 2**20) for step in done if "queue_bytes" in step.series)
         ),
         memory=_since(began, memory),
         busy=_since(began, busy),
-        window=None if opened is None else opened - began,
+        window=None if opened is None else opened.t - began,
         on_gpu=on_gpu,
     )
 

@@ -27,10 +27,10 @@ from sweeper.measure import (
     Evaluation,
     Step,
     finite,
+    opening,
     parse_evaluation,
     parse_step,
     pauses,
-    window_seconds,
 )
 
 # Points a series has at most, about: a long run must not fill the store with rows, nor the UI with details.
@@ -110,13 +110,13 @@ class Job:
 
     def _speeds(self, done: list[Step], new: list[Step]) -> Iterator[Any]:
         """Ktok/s of the measured window up to each new step, `done` being all steps so far."""
-        still = pauses(done, self.evaluations)
+        opened, still = opening(done), pauses(done, self.evaluations)
         tokens = sum(step.tokens for step in done[: len(done) - len(new)] if step.steady)
         for step in new:
             tokens += step.tokens if step.steady else 0
-            if tokens and _shown(step, POINTS):
-                seconds = window_seconds(done, still, step)
-                if seconds and seconds > 0:
+            if tokens and opened and _shown(step, POINTS):
+                seconds = opened.seconds(step, still)
+                if seconds > 0:
                     yield from _metrics({"ktok_s": tokens / seconds / 1000}, step.t, step.step, step.variant)
 
 
