@@ -11,10 +11,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from dflash.events import EventReader
+from dflash.events import ENDS, EventReader
 
 _STEP_EVERY_S = 5.0
-_ENDS = 10  # steps whose mean the last line tells, as a drafter's card does (dflash.pipeline.report)
 
 
 class Console:
@@ -25,7 +24,7 @@ class Console:
         for _ in self._reader.poll():  # an earlier run's
             pass
         self._told: dict[str, float] = {}  # by variant, when its last step was told
-        self._last: dict[str, deque[dict[str, Any]]] = defaultdict(lambda: deque(maxlen=_ENDS))  # by variant, its steps
+        self._last: dict[str, deque[dict[str, Any]]] = defaultdict(lambda: deque(maxlen=ENDS))  # by variant, its steps
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="console", daemon=True)
         self._thread.start()

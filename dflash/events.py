@@ -22,6 +22,7 @@ from typing import Any
 
 EVENTS_FILE = "events.jsonl"
 STACKS_FILE = "stacks.txt"
+ENDS = 10  # steps whose mean is what a drafter began with, and what it reached
 CHECKPOINTS = "checkpoints"  # folder that a job goes on from, beside its events
 
 # Stages in the order in which a job passes through them; the harness gives each a budget without progress.

@@ -13,7 +13,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-ENDS = 10  # steps averaged into loss_first, loss_last, accept_first and accept_last
+from dflash.events import ENDS
+
 SERIES = ("loss", "accept", "accuracy", "coverage", "anchors", "lr", "grad_norm", "queue_bytes")
 SLOTS = ("loss_at", "accuracy_at")  # lists by slot of a block, from slot 1
 MEASURED = (

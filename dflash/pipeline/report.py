@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from math import nan
 from statistics import fmean
 
+from dflash.events import ENDS
 from dflash.pipeline.batch import Batch
 from dflash.pipeline.layout import Seat
 from dflash.pipeline.sums import StepSums
@@ -15,7 +16,6 @@ from dflash.pipeline.tools import Tools
 from dflash.settings import JobSettings
 
 _MEMORY_EVERY_S = 5.0
-ENDS = 10  # steps whose mean is what a trained drafter is said to have reached
 
 
 class Reporter:
