@@ -93,11 +93,10 @@ def prompt_sets(files: Sequence[str | Path], limit: int = 0) -> dict[str, list[M
     sets = {}
     for file, stem in zip(files, stems, strict=True):
         try:
-            conversations, _ = chat.read(file, need_assistant=False)
-        except SettingError as error:
             # There is no leaving out of rows here: figures are of all the prompts or of none.
-            allowed = error.allowed.replace(" or set data.bad_rows=skip", "")
-            raise SettingError("eval.prompts", error.value, allowed) from None
+            conversations, _ = chat.read(file, bad_rows="refuse", need_assistant=False)
+        except SettingError as error:
+            raise SettingError("eval.prompts", error.value, error.allowed) from None
         messages = [conversation.messages for conversation in conversations]
         sets[stem if stems.count(stem) == 1 else str(file)] = messages[: limit or None]
     return sets

@@ -17,7 +17,8 @@ def read(
 ) -> tuple[list[Conversation], Counter[str]]:
     """The conversations of a file in order, and how many rows were skipped for which reason.
 
-    `bad_rows="error"` raises SettingError at the first bad row, `"skip"` counts it. Blank lines mean nothing.
+    `bad_rows="error"` raises SettingError at the first bad row, `"refuse"` too and tells of no other way, `"skip"`
+    counts it. Blank lines mean nothing.
     Raises SettingError when the file cannot be read, holds something else than chats, or nothing usable.
     """
     reader = Reader(path, format, bad_rows, need_assistant)

@@ -28,7 +28,7 @@ class Reader:
     """Iterating gives the records of a file in order.
 
     `format` says what a row means; "auto" becomes what the first usable row has. Bad rows raise SettingError
-    (`bad_rows="error"`) or are counted by reason in `skipped`. `done` and `size` are bytes. Iterating raises
+    (`bad_rows="error"`, or "refuse", which tells of no other way) or are counted by reason in `skipped`. `done` and `size` are bytes. Iterating raises
     SettingError too when the file cannot be read.
     """
 
@@ -39,6 +39,7 @@ class Reader:
         self.skipped: Counter[str] = Counter()
         self.done = 0
         self._skip, self._need_assistant = bad_rows == "skip", need_assistant
+        self._or_skip = "" if bad_rows == "refuse" else " or set data.bad_rows=skip"
         self._unit = "line"
         self._asked = str(path)
         try:
@@ -61,7 +62,7 @@ class Reader:
             raise SettingError(
                 "data.path",
                 self._asked,
-                f"{self._unit} {line}: {bad}; mend the row or set data.bad_rows=skip",
+                f"{self._unit} {line}: {bad}; mend the row{self._or_skip}",
             )
         self.skipped[bad.reason] += 1
 
