@@ -132,13 +132,19 @@ def lose_the_manifest(during: run.Session) -> None:
     manifest.unlink()
 
 
+def damaged(folder: Path, how: Callable[[run.Session], None] = damage) -> tuple[run.Session, Wheel]:
+    """A session with one snapshot, which something happened to, and the wheel that it is of."""
+    during, ours = session(folder / "store"), wheel(folder, "cu130")
+    done(job(ours, "cold"), during)
+    how(during)
+    return during, ours
+
+
 @pytest.mark.parametrize("damage", [damage, lose_the_manifest])
 def test_a_damaged_snapshot_is_made_again_and_the_run_says_so(
     tmp_path: Path, damage: Callable[[run.Session], None]
 ) -> None:
-    during, ours = session(tmp_path / "store"), wheel(tmp_path, "cu130")
-    done(job(ours, "cold"), during)
-    damage(during)
+    during, ours = damaged(tmp_path, damage)
     told = done(job(ours, "warm"), during)
     assert (told["verdict"], told["cache"]["proved"]) == ("ok", "warm")
     assert "cache.corrupt: the snapshot was damaged" in told["reason"]
@@ -147,9 +153,7 @@ def test_a_damaged_snapshot_is_made_again_and_the_run_says_so(
 def test_a_damaged_snapshot_on_a_read_only_disk_costs_the_warmth_not_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    during, ours = session(tmp_path / "store"), wheel(tmp_path, "cu130")
-    done(job(ours, "cold"), during)
-    damage(during)
+    during, ours = damaged(tmp_path)
     monkeypatch.setattr(snapshots, "_set_aside", lambda source: "could not be set aside (Read-only file system)")
     told = done(job(ours, "warm"), during)
     assert (told["verdict"], told["signature"]["cause"]) == ("degraded", "cache.corrupt")
@@ -160,9 +164,7 @@ def test_a_damaged_snapshot_on_a_read_only_disk_costs_the_warmth_not_the_run(
 def test_a_damaged_snapshot_that_cannot_be_made_again_is_told_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    during, ours = session(tmp_path / "store"), wheel(tmp_path, "cu130")
-    done(job(ours, "cold"), during)
-    damage(during)
+    during, ours = damaged(tmp_path)
     monkeypatch.setattr(snapshots, "_store", no_room)
     told = done(job(ours, "warm"), during)
     assert (told["verdict"], told["signature"]["cause"]) == ("degraded", "host.disk_full")
