@@ -77,8 +77,8 @@ def refuse_other(
     now: Mapping[str, Any], before: Mapping[str, Any], where: str, variant: str, but: Iterable[str] = ()
 ) -> None:
     """Raise SettingError, naming the first that differs, unless the settings of a variant are those from before."""
-    for key in (key for key in now if key not in but):
-        if now[key] != before.get(key):
+    for key in dict.fromkeys([*now, *before]):
+        if key not in but and now.get(key) != before.get(key):
             setting = f"fanout.{variant}.{key}" if variant else key
             has = f"{where} has {json.dumps(before.get(key))}; name another --out to start anew"
-            raise SettingError(setting, json.dumps(now[key]), has)
+            raise SettingError(setting, json.dumps(now.get(key)), has)

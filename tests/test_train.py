@@ -16,6 +16,8 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from dflash import made_up
 from dflash.events import EventReader
 from dflash.models import folder
+from dflash.resume import refuse_other
+from dflash.settings import SettingError
 
 WORDS = [
     "a",
@@ -491,3 +493,12 @@ def test_an_empty_data_set_is_refused(job, tmp_path):
     code, errors = job(data__path=str(empty)).run()
     assert code == 2
     assert f"data.path={empty}" in errors
+
+
+@pytest.mark.parametrize(("now", "before"), [({"a": 1}, {"a": 1, "b": 2}), ({"a": 1, "b": 2}, {"a": 1})])
+def test_a_setting_that_only_one_of_two_runs_knows_makes_them_differ(
+    now: dict[str, int], before: dict[str, int]
+) -> None:
+    with pytest.raises(SettingError, match="^b="):
+        refuse_other(now, before, "the checkpoint", "")
+    refuse_other(now, before, "the checkpoint", "", but=["b"])

@@ -28,8 +28,8 @@ class Reader:
     """Iterating gives the records of a file in order.
 
     `format` says what a row means; "auto" becomes what the first usable row has. Bad rows raise SettingError
-    (`bad_rows="error"`, or "refuse", which tells of no other way) or are counted by reason in `skipped`. `done` and `size` are bytes. Iterating raises
-    SettingError too when the file cannot be read.
+    (`bad_rows="error"`, or "refuse", which tells of no other way) or are counted by reason in `skipped`. `done` and
+    `size` are bytes. Iterating raises SettingError too when the file cannot be read.
     """
 
     def __init__(
