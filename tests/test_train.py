@@ -499,6 +499,6 @@ def test_an_empty_data_set_is_refused(job, tmp_path):
 def test_a_setting_that_only_one_of_two_runs_knows_makes_them_differ(
     now: dict[str, int], before: dict[str, int]
 ) -> None:
-    with pytest.raises(SettingError, match="^b="):
+    with pytest.raises(SettingError, match=r"^b="):
         refuse_other(now, before, "the checkpoint", "")
     refuse_other(now, before, "the checkpoint", "", but=["b"])
